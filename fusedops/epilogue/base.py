@@ -1,0 +1,227 @@
+"""What an epilogue node is: operands, shape and dtype rule, reference and error bound in one class.
+
+The bounds follow the standard model of floating-point arithmetic (N. Higham, Accuracy and
+Stability of Numerical Algorithms, 2nd ed., chapter 2): one float32 operation adds a relative error
+of at most ``FLOAT32_ROUNDOFF``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from fusedops.epilogue.spec import SpecItem
+from fusedops.errors import DTypeError, ShapeError
+
+__all__ = [
+    "FLOAT32_ROUNDOFF",
+    "FLOAT_DTYPES",
+    "Axis",
+    "Context",
+    "ExtraOutput",
+    "Node",
+    "Operand",
+    "rounding_bound",
+    "to_dtype",
+]
+
+FLOAT32_ROUNDOFF = 2.0**-24
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+Axis = Literal["scalar", "m", "n", "mn", "k", "parts_m"]
+"""How an operand runs along the GEMM: M rows, N columns (of the node's input), K, or partial
+row statistics of shape (parts, M)."""
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor that a part of the specification reads.
+
+    Attributes:
+        name: its name in specs, error messages and keyword arguments.
+        axis: which dimensions it has, see ``Axis``.
+        dtypes: accepted dtypes.
+        optional: None may be passed.
+    """
+
+    name: str
+    axis: Axis
+    dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+    optional: bool = False
+
+    def accepted_shapes(
+        self, m_shape: tuple[int, ...], m: int, n: int, k: int
+    ) -> tuple[tuple[int, ...], ...]:
+        """Shapes accepted beside x of shape (*m_shape, K) with M = prod(m_shape)."""
+        match self.axis:
+            case "scalar":
+                return ((), (1,))
+            case "m":
+                return ((m,), (m, 1), m_shape, (*m_shape, 1))
+            case "n":
+                return ((n,), (1, n))
+            case "k":
+                return ((k,), (1, k))
+            case "mn":
+                return ((*m_shape, n),)
+            case "parts_m":
+                return ((-1, m),)
+
+    def check(
+        self, op: str, tensor: Tensor, m_shape: tuple[int, ...], m: int, n: int, k: int
+    ) -> None:
+        """Raise DTypeError or ShapeError unless ``tensor`` may be this operand."""
+        if tensor.dtype not in self.dtypes:
+            accepted = ", ".join(str(d).removeprefix("torch.") for d in self.dtypes)
+            raise DTypeError(
+                f"{op}: operand {self.name!r} has dtype {str(tensor.dtype).removeprefix('torch.')};"
+                f" accepted: {accepted}. Cast it first."
+            )
+        shape = tuple(tensor.shape)
+        accepted_shapes = self.accepted_shapes(m_shape, m, n, k)
+        for candidate in accepted_shapes:
+            if len(candidate) == len(shape) and all(
+                c == -1 or c == s for c, s in zip(candidate, shape, strict=True)
+            ):
+                return
+        names = " or ".join(dict.fromkeys(str(s) for s in accepted_shapes))
+        raise ShapeError(
+            f"{op}: operand {self.name!r} has shape {shape}; accepted: {names} "
+            f"(axis {self.axis!r}, M={m}, N={n}, K={k}). Reshape it, or change the epilogue."
+        )
+
+    def view(self, tensor: Tensor, m: int, n: int) -> Tensor:
+        """``tensor`` as a 0- or 2-D view that broadcasts against an (M, N) accumulator."""
+        match self.axis:
+            case "scalar":
+                return tensor.reshape(())
+            case "m":
+                return tensor.reshape(m, 1)
+            case "n":
+                return tensor.reshape(1, n)
+            case "mn":
+                return tensor.reshape(m, n)
+            case _:
+                return tensor
+
+
+@dataclass(frozen=True)
+class ExtraOutput:
+    """A tensor that a node writes beside the main result.
+
+    Attributes:
+        name: for messages and ``explain``.
+        dtype: its dtype; None means the dtype of the main result.
+        allocate: ``(m_shape, n, dtype, device) -> Tensor``: empty, of its shape and strides.
+    """
+
+    name: str
+    dtype: torch.dtype | None
+    allocate: Callable[[tuple[int, ...], int, torch.dtype, torch.device], Tensor]
+
+
+@dataclass
+class Context:
+    """What a node's reference sees beside the accumulator.
+
+    Attributes:
+        operands: by name, as views that broadcast against (M, N), in their stored dtype; None where
+            an optional one was left out.
+        out_dtype: dtype of the main result.
+        outputs: extra outputs, filled by the nodes in chain order.
+    """
+
+    operands: Mapping[str, Tensor | None]
+    out_dtype: torch.dtype
+    outputs: list[Tensor] = field(default_factory=list)
+
+    def read(self, name: str, like: Tensor) -> Tensor:
+        """Operand ``name`` in the compute dtype of ``like``."""
+        operand = self.operands[name]
+        if operand is None:
+            raise ShapeError(f"operand {name!r} is missing.")
+        return operand.to(like.dtype)
+
+
+@dataclass(frozen=True)
+class Node(SpecItem):
+    """One step of an epilogue, on the float32 accumulator of shape (M, N).
+
+    A subclass is the one definition of its math: operands (checks, fake and kernel arguments
+    follow), the rule for width and dtype, the reference and the error bound.
+    """
+
+    registry: ClassVar[dict[str, type[SpecItem]]] = {}
+    kind: ClassVar[str] = "epilogue node"
+    terminal: ClassVar[bool] = False
+    """True where no node that changes the value may follow."""
+
+    def operands(self) -> tuple[Operand, ...]:
+        """Tensors this node reads, in the order in which they are passed."""
+        return ()
+
+    def extra_outputs(self) -> tuple[ExtraOutput, ...]:
+        """Tensors this node writes beside the main result."""
+        return ()
+
+    def width(self, n: int) -> int:
+        """Columns after this node, given ``n`` before it; ShapeError where ``n`` does not fit."""
+        return n
+
+    def result_dtype(self) -> torch.dtype | None:
+        """The dtype this node forces on the main result, or None."""
+        return None
+
+    def reference(self, value: Tensor, context: Context) -> Tensor:
+        """The node on ``value`` (M, N), in ``value``'s dtype (float32; float64 in bounds)."""
+        raise NotImplementedError
+
+    def bound(self, value: Tensor, error: Tensor, context: Context) -> Tensor:
+        """Elementwise bound of |computed - exact| after the node.
+
+        Args:
+            value: exact input (M, N), float64.
+            error: bound of the error that the input already carries, float64.
+            context: operands as for ``reference``.
+        """
+        raise NotImplementedError
+
+
+_HALF_ULP = {
+    torch.float32: (2.0**-24, 2.0**-150),
+    torch.bfloat16: (2.0**-8, 2.0**-134),
+    torch.float16: (2.0**-11, 2.0**-25),
+    torch.float8_e4m3fn: (2.0**-4, 2.0**-10),
+}
+
+
+def rounding_bound(value: Tensor, error: Tensor, dtype: torch.dtype) -> Tensor:
+    """Error bound after rounding to ``dtype`` a value that carries ``error``.
+
+    Rounding to nearest adds half a unit in the last place of the rounded value, which may lie
+    ``error`` away from ``value``; integers add 0.5.
+    """
+    if dtype in (torch.int8, torch.int32):
+        return error + 0.5
+    relative, absolute = _HALF_ULP[dtype]
+    return error + (value.abs() + error) * relative + absolute
+
+
+E4M3_MAX = 448.0
+
+
+def to_dtype(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round ``value`` once to ``dtype`` by the library's rules.
+
+    To e4m3: saturate at +-448 (infinities too), NaN stays NaN. To int8: round half to even, clamp
+    to +-127, NaN becomes 0. Floating-point dtypes round to nearest even and overflow to infinity.
+    """
+    if dtype == torch.float8_e4m3fn:
+        return value.clamp(-E4M3_MAX, E4M3_MAX).to(dtype)
+    if dtype == torch.int8:
+        return value.round().clamp(-127, 127).nan_to_num(0.0).to(dtype)
+    return value.to(dtype)

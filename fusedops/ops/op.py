@@ -1,0 +1,131 @@
+"""``Op``: one object per operation, from which registration, fake and provider dispatch follow.
+
+``torch.library.Library`` define/impl/fake is used instead of the ``custom_op`` decorator because a
+call through it costs a third as much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fusedops.errors import UnsupportedError
+from fusedops.providers.base import (
+    SUPPORTED,
+    Policy,
+    Support,
+    choose,
+    current_policy,
+    not_applicable,
+)
+
+__all__ = ["LIBRARY", "OPS", "Op", "refuse_grad"]
+
+LIBRARY = torch.library.Library("fusedops", "DEF")
+"""The one library object; it must live as long as the process, or torch forgets the operators."""
+
+OPS: dict[str, Op] = {}
+"""Every operation by name."""
+
+
+def refuse_grad(op: str, args: tuple[Any, ...]) -> None:
+    """Raise UnsupportedError if a gradient would be asked of ``op``: fusedops is inference only."""
+    if not torch.is_grad_enabled():
+        return
+    for arg in args:
+        tensors = arg if isinstance(arg, (list, tuple)) else (arg,)
+        if any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
+            raise UnsupportedError(
+                f"fusedops::{op} is inference only, but an input requires grad while grad mode is "
+                "on; call it under torch.inference_mode() or torch.no_grad(), or detach the input"
+            )
+
+
+def _any_device(*_args: Any) -> Support:
+    return SUPPORTED
+
+
+def _cuda_tensors(*args: Any) -> Support:
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            if arg.is_cuda:
+                return SUPPORTED
+            return not_applicable(f"runs on CUDA tensors, got one on {arg.device}")
+    return not_applicable("runs on CUDA tensors, got none")
+
+
+class Op:
+    """An operation ``fusedops::<name>``.
+
+    Args:
+        schema: torch schema without the namespace and without defaults (the public Python function
+            holds the defaults), e.g. ``"rms_norm(Tensor x, Tensor weight, float eps) -> Tensor"``.
+        check: called with the arguments before anything else; raises on what is not accepted. It
+            also runs under FakeTensor, so it may look at shapes, strides, dtypes and devices only.
+        fake: returns empty results of the right shape, stride, dtype and device.
+        reference: the vectorised torch implementation; right on every device, also inside a CUDA
+            graph capture unless ``check_values`` says otherwise.
+        check_values: further checks that read tensor values; run on CPU tensors only, because on a
+            GPU they would synchronise.
+    """
+
+    def __init__(
+        self,
+        schema: str,
+        *,
+        check: Callable[..., None],
+        fake: Callable[..., Any],
+        reference: Callable[..., Any],
+        check_values: Callable[..., None] | None = None,
+    ) -> None:
+        self.name = schema.split("(", 1)[0].strip()
+        self.check = check
+        self.check_values = check_values
+        self._fake = fake
+        self._implementations: dict[
+            str, tuple[Callable[..., Support], Callable[..., Any]]
+        ] = {}
+        self.add("reference", _any_device, reference)
+        self.add("torch", _cuda_tensors, reference)
+        LIBRARY.define(schema)
+        LIBRARY.impl(self.name, self._run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"fusedops::{self.name}", self._run_fake, lib=LIBRARY)
+        OPS[self.name] = self
+
+    def add(
+        self, provider: str, supports: Callable[..., Support], run: Callable[..., Any]
+    ) -> None:
+        """Register an implementation; ``supports`` and ``run`` take the operation's arguments."""
+        self._implementations[provider] = (supports, run)
+
+    def answers(self, *args: Any) -> dict[str, Support]:
+        """Each registered provider's answer to a call with these arguments."""
+        return {name: supports(*args) for name, (supports, _) in self._implementations.items()}
+
+    def select(self, policy: Policy, *args: Any) -> str:
+        """The provider that serves a call with these arguments under ``policy``."""
+        return choose(self.name, self.answers(*args), policy)
+
+    def _run(self, *args: Any) -> Any:
+        refuse_grad(self.name, args)
+        self.check(*args)
+        if self.check_values is not None and _first_device_type(args) == "cpu":
+            self.check_values(*args)
+        policy = current_policy()
+        provider = self.select(policy, *args)
+        if policy.usage is not None:
+            policy.usage.calls[self.name, provider] += 1
+        return self._implementations[provider][1](*args)
+
+    def _run_fake(self, *args: Any) -> Any:
+        self.check(*args)
+        return self._fake(*args)
+
+
+def _first_device_type(args: tuple[Any, ...]) -> str:
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            return arg.device.type
+    return "cpu"

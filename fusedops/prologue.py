@@ -1,0 +1,122 @@
+"""Prologues: what happens to the activations in front of a GEMM, inside the same kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fusedops.epilogue.base import FLOAT_DTYPES, Context, Operand
+from fusedops.epilogue.spec import SpecItem
+from fusedops.errors import ConfigError
+
+__all__ = ["NO_PROLOGUE", "NoPrologue", "Prologue", "RmsNormPrologue", "rms_normalize"]
+
+
+def rms_normalize(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    weight_offset: float = 0.0,
+    round_before_weight: bool = True,
+    sumsq: Tensor | None = None,
+) -> Tensor:
+    """RMS normalisation over the last dimension, the one definition of its rounding order.
+
+    Statistics and the normalised value are float32. With ``round_before_weight`` (Llama) it is
+    rounded to x's dtype and then multiplied by the weight; otherwise (Gemma) it is multiplied by
+    ``weight + weight_offset`` in float32. Either way the result is rounded once more to x's dtype.
+    Source: B. Zhang, R. Sennrich, Root Mean Square Layer Normalization, 2019.
+
+    Args:
+        x: (..., H) float32, bfloat16 or float16.
+        weight: (H,) in x's dtype or float32.
+        eps: added to the mean of squares.
+        weight_offset: added to the weight, in float32.
+        round_before_weight: see above.
+        sumsq: the rows' sums of squares, float32, shaped like x with a last dimension of 1; None
+            computes them.
+    """
+    wide = x.to(torch.float32)
+    if sumsq is None:
+        mean = wide.square().mean(-1, keepdim=True)
+    else:
+        mean = sumsq / x.shape[-1]
+    normalized = wide * torch.rsqrt(mean + eps)
+    scale = weight.to(torch.float32)
+    if weight_offset != 0.0:
+        scale = scale + weight_offset
+    if round_before_weight and x.dtype != torch.float32:
+        normalized = normalized.to(x.dtype).to(torch.float32)
+    return (normalized * scale).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Prologue(SpecItem):
+    """A transformation of the activations (M, K) that keeps their shape and dtype."""
+
+    registry: ClassVar[dict[str, type[SpecItem]]] = {}
+    kind: ClassVar[str] = "prologue"
+
+    def operands(self) -> tuple[Operand, ...]:
+        """Tensors the prologue reads, in the order in which they are passed."""
+        return ()
+
+    def reference(self, x: Tensor, context: Context) -> Tensor:
+        """The transformed activations (M, K), rounded to x's dtype."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class NoPrologue(Prologue):
+    """The activations as they are."""
+
+    spec_name: ClassVar[str] = "none"
+
+    def reference(self, x: Tensor, context: Context) -> Tensor:
+        return x
+
+
+NO_PROLOGUE = NoPrologue()
+
+
+@dataclass(frozen=True)
+class RmsNormPrologue(Prologue):
+    """RMSNorm of the activations.
+
+    Operands: ``norm_weight`` (K,), and optionally ``norm_sumsq`` (parts, M) float32, partial sums
+    of squares written by the producer (``RowStat``); they are added in index order. ``order`` is
+    ``llama`` (round before the weight) or ``gemma`` (weight + offset in float32).
+    """
+
+    spec_name: ClassVar[str] = "rms_norm"
+    eps: float = 1e-6
+    order: str = "llama"
+    weight_offset: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.order not in ("llama", "gemma"):
+            raise ConfigError(f"rms_norm: order {self.order!r}; accepted are llama, gemma.")
+
+    def operands(self) -> tuple[Operand, ...]:
+        return (
+            Operand("norm_weight", "k", FLOAT_DTYPES),
+            Operand("norm_sumsq", "parts_m", optional=True),
+        )
+
+    def reference(self, x: Tensor, context: Context) -> Tensor:
+        partial = context.operands["norm_sumsq"]
+        sumsq = None if partial is None else partial.sum(0).unsqueeze(1)
+        weight = context.operands["norm_weight"]
+        if weight is None:
+            raise ConfigError("rms_norm: operand 'norm_weight' is missing.")
+        return rms_normalize(
+            x,
+            weight.reshape(-1),
+            self.eps,
+            self.weight_offset,
+            self.order == "llama",
+            sumsq,
+        )

@@ -1,0 +1,206 @@
+"""What a GEMM provider offers, and the two that need no kernel of ours: reference and cuBLAS."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusedops.epilogue.base import FLOAT_DTYPES
+from fusedops.epilogue.nodes import Bias, Residual
+from fusedops.errors import ShapeError
+from fusedops.problem import GemmProblem, GemmSpec
+from fusedops.prologue import NO_PROLOGUE
+from fusedops.providers.base import SUPPORTED, Support, not_applicable, unsupported
+from fusedops.weight import Dense
+
+__all__ = [
+    "GEMM_PROVIDERS",
+    "CublasProvider",
+    "GemmProvider",
+    "GemmRun",
+    "ReferenceProvider",
+    "register_gemm_provider",
+]
+
+GemmRun = Callable[[Tensor, Tensor, Sequence[Tensor | None], Sequence[Tensor] | None], list[Tensor]]
+"""``run(x, w, operands, out)``: arguments are already checked; ``out`` None allocates."""
+
+
+class GemmProvider(Protocol):
+    """Serves GEMM problems; stateless, so one object serves every thread."""
+
+    name: str
+
+    def supports(self, problem: GemmProblem) -> Support:
+        """Whether ``plan`` can serve the problem, or the reason why not."""
+        ...
+
+    def plan(self, problem: GemmProblem) -> GemmRun:
+        """The function that runs problems like this one; called once, then cached."""
+        ...
+
+    def describe(self, problem: GemmProblem) -> str:
+        """One line for ``explain``: what would run."""
+        ...
+
+
+GEMM_PROVIDERS: dict[str, GemmProvider] = {}
+
+
+def register_gemm_provider(provider: GemmProvider) -> None:
+    """Add (or replace) the GEMM provider of that name."""
+    GEMM_PROVIDERS[provider.name] = provider
+
+
+def deliver(
+    spec: GemmSpec, x: Tensor, results: list[Tensor], out: Sequence[Tensor] | None
+) -> list[Tensor]:
+    """Give flat (M, ...) results the leading shape of x, or copy them into ``out``."""
+    m_shape = x.shape[:-1]
+    if out is not None:
+        for target, result in zip(out, results, strict=True):
+            target.copy_(result.view(target.shape))
+        return list(out)
+    results[0] = results[0].view(*m_shape, spec.out_n)
+    if len(m_shape) != 1:
+        for index, (_, width) in enumerate(spec.epilogue.extra_outputs(spec.n), start=1):
+            if results[index].shape == (x.numel() // max(spec.k, 1), width):
+                results[index] = results[index].view(*m_shape, width)
+    return results
+
+
+DirectForm = tuple[str, Callable[[Tensor, Tensor, Sequence[Tensor | None]], Tensor]]
+
+
+def _direct_form(problem: GemmProblem) -> DirectForm | None:
+    """The single torch call that does the whole chain with one rounding, or None.
+
+    torch adds a bias or a residual to the float32 accumulator before it rounds, so these chains
+    need no pass of their own where every tensor has the output's dtype.
+    """
+    spec = problem.spec
+    if spec.prologue != NO_PROLOGUE or not isinstance(spec.weight, Dense):
+        return None
+    if any(dtype != problem.x_dtype for dtype in (spec.out_dtype, *problem.operand_dtypes)):
+        return None
+    n = spec.n
+    match spec.epilogue.nodes:
+        case ():
+            return "torch.mm", lambda x, w, _: torch.mm(x, w.t())
+        case (Bias(),):
+            return "F.linear with a bias", lambda x, w, t: F.linear(x, w, _row(t[0], n))
+        case (Residual(beta=beta),):
+            return "torch.addmm onto the residual", lambda x, w, t: torch.addmm(
+                _given(t[0]).reshape(-1, n), x, w.t(), beta=beta
+            )
+    return None
+
+
+def _given(operand: Tensor | None) -> Tensor:
+    if operand is None:
+        raise ShapeError("gemm: an operand is None but not optional.")
+    return operand
+
+
+def _row(operand: Tensor | None, n: int) -> Tensor:
+    bias = _given(operand)
+    return bias if bias.dim() == 1 else bias.view(n)
+
+
+def _run_direct(problem: GemmProblem, form: DirectForm) -> GemmRun:
+    spec, m, k = problem.spec, problem.m, problem.spec.k
+    call = form[1]
+
+    def run(
+        x: Tensor, w: Tensor, operands: Sequence[Tensor | None], out: Sequence[Tensor] | None
+    ) -> list[Tensor]:
+        if x.dim() == 2 and out is None:
+            return [call(x, w, operands)]
+        return deliver(spec, x, [call(x.reshape(m, k), w, operands)], out)
+
+    return run
+
+
+class ReferenceProvider:
+    """float32 product and the chain's own reference, on any device: the definition of right."""
+
+    name = "reference"
+
+    def supports(self, problem: GemmProblem) -> Support:
+        return SUPPORTED
+
+    def _direct(self, problem: GemmProblem) -> DirectForm | None:
+        # Only in float32: there torch's call and the chain differ by float32 rounding alone.
+        return _direct_form(problem) if problem.x_dtype == torch.float32 else None
+
+    def describe(self, problem: GemmProblem) -> str:
+        direct = self._direct(problem)
+        return direct[0] if direct else "product in float32, then the chain node by node in float32"
+
+    def plan(self, problem: GemmProblem) -> GemmRun:
+        direct = self._direct(problem)
+        if direct is not None:
+            return _run_direct(problem, direct)
+        spec, m, k = problem.spec, problem.m, problem.spec.k
+
+        def run(
+            x: Tensor, w: Tensor, operands: Sequence[Tensor | None], out: Sequence[Tensor] | None
+        ) -> list[Tensor]:
+            context = spec.context(operands, m)
+            rows = spec.prologue.reference(x.reshape(m, k), context)
+            accumulator = spec.weight.accumulate(rows, w, context)
+            main = spec.epilogue.reference(accumulator, context)
+            return deliver(spec, x, [main, *context.outputs], out)
+
+        return run
+
+
+class CublasProvider:
+    """torch's matrix product (cuBLAS) on CUDA, then the rest of the chain in float32.
+
+    Where cuBLAS itself can do the whole chain with one rounding (nothing, a bias, or a residual) it
+    does; otherwise the product is written in float32, so that the one-rounding contract holds.
+    """
+
+    name = "cublas"
+
+    def supports(self, problem: GemmProblem) -> Support:
+        if problem.device_type != "cuda":
+            return not_applicable(f"runs on CUDA tensors, got {problem.device_type}")
+        if not isinstance(problem.spec.weight, Dense):
+            return unsupported(f"multiplies dense weights only, got {problem.spec.weight}")
+        if problem.x_dtype not in FLOAT_DTYPES:
+            return unsupported(f"multiplies float32, bfloat16 and float16, got {problem.x_dtype}")
+        return SUPPORTED
+
+    def describe(self, problem: GemmProblem) -> str:
+        direct = _direct_form(problem)
+        return direct[0] if direct else "torch.mm with float32 output, then the chain node by node"
+
+    def plan(self, problem: GemmProblem) -> GemmRun:
+        direct = _direct_form(problem)
+        if direct is not None:
+            return _run_direct(problem, direct)
+        spec, m, k = problem.spec, problem.m, problem.spec.k
+
+        def run(
+            x: Tensor, w: Tensor, operands: Sequence[Tensor | None], out: Sequence[Tensor] | None
+        ) -> list[Tensor]:
+            context = spec.context(operands, m)
+            rows = spec.prologue.reference(x.reshape(m, k), context)
+            if rows.dtype == torch.float32:
+                accumulator = torch.mm(rows, w.t())
+            else:
+                accumulator = torch.mm(rows, w.t(), out_dtype=torch.float32)
+            main = spec.epilogue.reference(accumulator, context)
+            return deliver(spec, x, [main, *context.outputs], out)
+
+        return run
+
+
+register_gemm_provider(ReferenceProvider())
+register_gemm_provider(CublasProvider())

@@ -1,0 +1,78 @@
+"""Weight formats: how a GEMM's weight is stored, checked and multiplied in the reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fusedops.epilogue.base import FLOAT_DTYPES, Context, Operand
+from fusedops.epilogue.spec import SpecItem
+from fusedops.errors import ConfigError, DTypeError, LayoutError, ShapeError
+
+__all__ = ["Dense", "WeightFormat"]
+
+
+@dataclass(frozen=True)
+class WeightFormat(SpecItem):
+    """A stored weight of N output rows and K input columns."""
+
+    registry: ClassVar[dict[str, type[SpecItem]]] = {}
+    kind: ClassVar[str] = "weight format"
+    n: int = 0
+    k: int = 0
+
+    def operands(self) -> tuple[Operand, ...]:
+        """Tensors beside the weight itself (scales, zero points), in the order they are passed."""
+        return ()
+
+    def check(self, x: Tensor, weight: Tensor) -> None:
+        """Raise unless ``weight`` is stored in this format and can be multiplied with ``x``."""
+        raise NotImplementedError
+
+    def accumulate(self, x: Tensor, weight: Tensor, context: Context) -> Tensor:
+        """x (M, K) times the weight, transposed: the float32 accumulator (M, N)."""
+        raise NotImplementedError
+
+
+DENSE_DTYPES = (*FLOAT_DTYPES, torch.float8_e4m3fn, torch.int8)
+
+
+@dataclass(frozen=True)
+class Dense(WeightFormat):
+    """A plain (N, K) weight of the activations' dtype: float32, bf16, fp16, e4m3 or int8."""
+
+    spec_name: ClassVar[str] = "dense"
+
+    def __post_init__(self) -> None:
+        if self.n < 0 or self.k < 0:
+            raise ConfigError(f"{self}: N and K must not be negative.")
+
+    def check(self, x: Tensor, weight: Tensor) -> None:
+        if weight.dtype not in DENSE_DTYPES or x.dtype != weight.dtype:
+            accepted = ", ".join(str(d).removeprefix("torch.") for d in DENSE_DTYPES)
+            raise DTypeError(
+                f"gemm: x is {str(x.dtype).removeprefix('torch.')} and w is "
+                f"{str(weight.dtype).removeprefix('torch.')}; both must have one dtype of "
+                f"{accepted}. Cast one of them."
+            )
+        if weight.dim() != 2 or weight.shape[0] != self.n or weight.shape[1] != self.k:
+            raise ShapeError(
+                f"gemm: w has shape {tuple(weight.shape)}; the spec says (N, K) = "
+                f"({self.n}, {self.k}). Pass the weight as nn.Linear stores it, (out, in)."
+            )
+        if weight.shape[1] > 1 and weight.stride(1) != 1:
+            raise LayoutError(
+                f"gemm: w has strides {weight.stride()}; K must be contiguous (stride 1). "
+                "Call w.contiguous()."
+            )
+
+    def accumulate(self, x: Tensor, weight: Tensor, context: Context) -> Tensor:
+        if weight.dtype == torch.int8:
+            # Products of int8 summed over K <= 2^38 stay exact in float64, not in float32.
+            return torch.mm(x.double(), weight.double().t()).float()
+        if weight.dtype == torch.float32:
+            return torch.mm(x, weight.t())
+        return torch.mm(x.float(), weight.float().t())

@@ -21,8 +21,14 @@ from fusedops.gemm import explain, explain_problem, gemm
 from fusedops.ops.activation import act_and_mul
 from fusedops.ops.attention import paged_attention
 from fusedops.ops.embedding import embedding
+from fusedops.ops.histogram import bincount, expert_histogram, histogram
 from fusedops.ops.norm import fused_add_rms_norm, fused_add_rms_norm_, layer_norm, rms_norm
+from fusedops.ops.quantize import dequantize, quantize
+from fusedops.ops.reduce import reduce
 from fusedops.ops.rope_kv import append_paged_kv, rope, rope_
+from fusedops.ops.rope_table import RopeScaling, rope_table
+from fusedops.ops.sampling import greedy, sample
+from fusedops.ops.transpose import transpose
 from fusedops.providers.base import use_provider
 
 __version__ = "0.1.0"
@@ -39,21 +45,32 @@ __all__ = [
     "LayoutError",
     "LoadError",
     "PositionError",
+    "RopeScaling",
     "ShapeError",
     "UnsupportedError",
     "__version__",
     "act_and_mul",
     "append_paged_kv",
+    "bincount",
+    "dequantize",
     "embedding",
+    "expert_histogram",
     "explain",
     "explain_problem",
     "fused_add_rms_norm",
     "fused_add_rms_norm_",
     "gemm",
+    "greedy",
+    "histogram",
     "layer_norm",
     "paged_attention",
+    "quantize",
+    "reduce",
     "rms_norm",
     "rope",
     "rope_",
+    "rope_table",
+    "sample",
+    "transpose",
     "use_provider",
 ]

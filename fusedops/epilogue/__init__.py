@@ -9,13 +9,11 @@ from fusedops.epilogue.nodes import (
     Act,
     Bias,
     Gate,
-    Quantize,
     Residual,
-    RowStat,
     Scale,
     SoftCap,
-    Tap,
 )
+from fusedops.epilogue.outputs import Quantize, RowStat, Tap
 
 __all__ = [
     "Act",

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import pi, sqrt
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fusedops.epilogue.emit import KernelMath, Value
 from fusedops.errors import ConfigError
 
 __all__ = ["ACTIVATIONS", "Activation", "activation", "activation_from_hf", "lookup"]
@@ -26,12 +28,14 @@ class Activation:
         formula: the function on a tensor.
         slope: the largest |f'| over inputs of at most the given magnitude, which carries an error
             bound from the input to the output.
+        emit: the formula on one float32 value inside a kernel.
         hf_names: the names Hugging Face configs use for the same formula.
     """
 
     name: str
     formula: Callable[[Tensor], Tensor]
     slope: Callable[[Tensor], Tensor | float]
+    emit: Callable[[KernelMath, Value], Value]
     hf_names: tuple[str, ...] = ()
 
 
@@ -55,16 +59,32 @@ def _identity(x: Tensor) -> Tensor:
     return x
 
 
+def _emit_sigmoid(math: KernelMath, v: Value) -> Value:
+    return math.fast_reciprocal(1.0 + math.exp(-v))
+
+
+def _emit_gelu(math: KernelMath, v: Value) -> Value:
+    half = 0.5 * v
+    return half + half * math.erf(v * sqrt(0.5))
+
+
+def _emit_gelu_tanh(math: KernelMath, v: Value) -> Value:
+    # (1 + tanh(u)) / 2 is the sigmoid of 2u: one exponential instead of a tanh.
+    twice = (2.0 * sqrt(2.0 / pi)) * (v + 0.044715 * (v * v * v))
+    return v * _emit_sigmoid(math, twice)
+
+
 ACTIVATIONS: dict[str, Activation] = {
     a.name: a
     for a in (
-        Activation("identity", _identity, _at_most(1.0), ("linear",)),
-        Activation("relu", F.relu, _at_most(1.0), ("relu",)),
-        Activation("gelu", F.gelu, _at_most(1.13), ("gelu", "gelu_python")),
+        Activation("identity", _identity, _at_most(1.0), lambda math, v: v, ("linear",)),
+        Activation("relu", F.relu, _at_most(1.0), lambda math, v: math.maximum(v, 0.0), ("relu",)),
+        Activation("gelu", F.gelu, _at_most(1.13), _emit_gelu, ("gelu", "gelu_python")),
         Activation(
             "gelu_tanh",
             _gelu_tanh,
             _at_most(1.13),
+            _emit_gelu_tanh,
             (
                 "gelu_new",
                 "gelu_pytorch_tanh",
@@ -73,10 +93,28 @@ ACTIVATIONS: dict[str, Activation] = {
                 "gelu_accurate",
             ),
         ),
-        Activation("silu", F.silu, _at_most(1.1), ("silu", "swish")),
-        Activation("quick_gelu", _quick_gelu, _at_most(1.1), ("quick_gelu",)),
-        Activation("relu2", _relu2, lambda magnitude: 2.0 * magnitude, ("relu2",)),
-        Activation("sigmoid", torch.sigmoid, _at_most(0.25), ("sigmoid",)),
+        Activation(
+            "silu",
+            F.silu,
+            _at_most(1.1),
+            lambda math, v: v * _emit_sigmoid(math, v),
+            ("silu", "swish"),
+        ),
+        Activation(
+            "quick_gelu",
+            _quick_gelu,
+            _at_most(1.1),
+            lambda math, v: v * _emit_sigmoid(math, 1.702 * v),
+            ("quick_gelu",),
+        ),
+        Activation(
+            "relu2",
+            _relu2,
+            lambda magnitude: 2.0 * magnitude,
+            lambda math, v: math.maximum(v, 0.0) * math.maximum(v, 0.0),
+            ("relu2",),
+        ),
+        Activation("sigmoid", torch.sigmoid, _at_most(0.25), _emit_sigmoid, ("sigmoid",)),
     )
 }
 

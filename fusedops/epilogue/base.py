@@ -14,6 +14,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from fusedops.epilogue.emit import KernelTile
 from fusedops.epilogue.spec import SpecItem
 from fusedops.errors import DTypeError, ShapeError
 
@@ -178,6 +179,14 @@ class Node(SpecItem):
 
     def reference(self, value: Tensor, context: Context) -> Tensor:
         """The node on ``value`` (M, N), in ``value``'s dtype (float32; float64 in bounds)."""
+        raise NotImplementedError
+
+    def emit(self, tile: KernelTile) -> KernelTile:
+        """The node on a tile of float32 register values, traced into a kernel.
+
+        A class that leaves it out still works through the reference and cuBLAS providers; the
+        kernel providers then say so.
+        """
         raise NotImplementedError
 
     def bound(self, value: Tensor, error: Tensor, context: Context) -> Tensor:

@@ -13,45 +13,33 @@ from torch import Tensor
 
 from fusedops.epilogue.activations import lookup
 from fusedops.epilogue.base import (
-    E4M3_MAX,
     FLOAT32_ROUNDOFF,
     FLOAT_DTYPES,
     Axis,
     Context,
-    ExtraOutput,
     Node,
     Operand,
-    rounding_bound,
-    to_dtype,
 )
-from fusedops.epilogue.spec import dtype_from_name
+from fusedops.epilogue.emit import KernelTile
 from fusedops.errors import ConfigError, ShapeError
 
 __all__ = [
     "Act",
     "Bias",
     "Gate",
-    "Quantize",
     "Residual",
-    "RowStat",
     "Scale",
     "SoftCap",
-    "Tap",
-    "group_scale",
-    "group_scale_empty",
+    "scale_axis",
 ]
 
 _SCALE_AXES: dict[str, Axis] = {"scalar": "scalar", "m": "m", "n": "n"}
 PACK = 8
 """Rows per block of an interleaved pair (gate/up, rotation partners), see fusedops.packing."""
 
-GROUP = 128
-"""Columns that share a scale in 1x128 quantization."""
 
-_MIN_SCALE = torch.finfo(torch.float32).tiny
-
-
-def _axis(node: str, axis: str) -> Axis:
+def scale_axis(node: str, axis: str) -> Axis:
+    """``axis`` of a scale, checked; ConfigError names the node and what is accepted."""
     if axis not in _SCALE_AXES:
         raise ConfigError(f"{node}: axis {axis!r}; accepted are {', '.join(_SCALE_AXES)}.")
     return _SCALE_AXES[axis]
@@ -66,13 +54,16 @@ class Scale(Node):
     axis: str = "scalar"
 
     def __post_init__(self) -> None:
-        _axis(self.spec_name, self.axis)
+        scale_axis(self.spec_name, self.axis)
 
     def operands(self) -> tuple[Operand, ...]:
-        return (Operand(self.operand, _axis(self.spec_name, self.axis)),)
+        return (Operand(self.operand, scale_axis(self.spec_name, self.axis)),)
 
     def reference(self, value: Tensor, context: Context) -> Tensor:
         return value * context.read(self.operand, value)
+
+    def emit(self, tile: KernelTile) -> KernelTile:
+        return tile.combine(self.operand, lambda value, scale: value * scale)
 
     def bound(self, value: Tensor, error: Tensor, context: Context) -> Tensor:
         scale = context.read(self.operand, value).abs()
@@ -92,6 +83,9 @@ class Bias(Node):
     def reference(self, value: Tensor, context: Context) -> Tensor:
         return value + context.read(self.operand, value)
 
+    def emit(self, tile: KernelTile) -> KernelTile:
+        return tile.combine(self.operand, lambda value, bias: value + bias)
+
     def bound(self, value: Tensor, error: Tensor, context: Context) -> Tensor:
         total = (value + context.read(self.operand, value)).abs()
         return error + (total + error) * FLOAT32_ROUNDOFF
@@ -109,6 +103,10 @@ class Act(Node):
 
     def reference(self, value: Tensor, context: Context) -> Tensor:
         return lookup(self.function).formula(value)
+
+    def emit(self, tile: KernelTile) -> KernelTile:
+        function = lookup(self.function).emit
+        return tile.map(lambda value: function(tile.math, value))
 
     def bound(self, value: Tensor, error: Tensor, context: Context) -> Tensor:
         return activation_bound(self.function, value, error)
@@ -158,6 +156,10 @@ class Gate(Node):
         gate, up = self._halves(value)
         return (lookup(self.function).formula(gate) * up).flatten(1)
 
+    def emit(self, tile: KernelTile) -> KernelTile:
+        function = lookup(self.function).emit
+        return tile.combine_pairs(lambda gate, up: function(tile.math, gate) * up)
+
     def bound(self, value: Tensor, error: Tensor, context: Context) -> Tensor:
         gate, up = self._halves(value)
         gate_error, up_error = self._halves(error)
@@ -183,6 +185,11 @@ class Residual(Node):
         residual = context.read(self.operand, value)
         return value + residual if self.beta == 1.0 else value + self.beta * residual
 
+    def emit(self, tile: KernelTile) -> KernelTile:
+        if self.beta == 1.0:
+            return tile.combine(self.operand, lambda value, residual: value + residual)
+        return tile.combine(self.operand, lambda value, residual: value + self.beta * residual)
+
     def bound(self, value: Tensor, error: Tensor, context: Context) -> Tensor:
         term = (self.beta * context.read(self.operand, value)).abs()
         return error + (value.abs() + error + 2 * term) * FLOAT32_ROUNDOFF
@@ -202,184 +209,9 @@ class SoftCap(Node):
     def reference(self, value: Tensor, context: Context) -> Tensor:
         return self.cap * torch.tanh(value / self.cap)
 
+    def emit(self, tile: KernelTile) -> KernelTile:
+        return tile.map(lambda value: self.cap * tile.math.tanh(value * (1.0 / self.cap)))
+
     def bound(self, value: Tensor, error: Tensor, context: Context) -> Tensor:
         # |tanh'| <= 1; division, tanh (4 units) and product round once each.
         return error + 6 * FLOAT32_ROUNDOFF * (value.abs() + error).clamp(max=self.cap)
-
-
-def group_scale_empty(
-    m_shape: tuple[int, ...], n: int, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """An empty (ceil(N/128), M) float32 tensor of 1x128 scales, M contiguous and padded to 4."""
-    m = _product(m_shape)
-    padded = -(-m // 4) * 4
-    return torch.empty_strided((-(-n // GROUP), m), (padded, 1), dtype=dtype, device=device)
-
-
-def group_scale(value: Tensor, largest: float) -> Tensor:
-    """1x128 scales of ``value`` (M, N): (ceil(N/128), M), absmax / largest; 1 for all-zero groups.
-
-    A group with NaN gets a NaN scale, one with an infinity an infinite one.
-    """
-    m, n = value.shape
-    groups = -(-n // GROUP)
-    padded = torch.nn.functional.pad(value, (0, groups * GROUP - n))
-    absmax = padded.reshape(m, groups, GROUP).abs().amax(-1).t()
-    scale = (absmax / largest).clamp(min=_MIN_SCALE)
-    return torch.where(absmax == 0, torch.ones_like(scale), scale)
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    result = 1
-    for size in shape:
-        result *= size
-    return result
-
-
-@dataclass(frozen=True)
-class Quantize(Node):
-    """Quantize the result to e4m3 or int8: ``round(value * (1 / scale))``, so value = q * scale.
-
-    ``mode``: ``scalar`` or ``m`` read a given float32 scale (operand ``out_scale``); ``group128``
-    computes the scale of each 1x128 group and returns it as an extra output of logical shape
-    (ceil(N/128), M), M contiguous and padded to a multiple of 4.
-    """
-
-    spec_name: ClassVar[str] = "quantize"
-    terminal: ClassVar[bool] = True
-    dtype: str = "e4m3"
-    mode: str = "scalar"
-
-    def __post_init__(self) -> None:
-        if self.dtype not in ("e4m3", "int8"):
-            raise ConfigError(f"quantize: dtype {self.dtype!r}; accepted are e4m3, int8.")
-        if self.mode not in ("scalar", "m", "group128"):
-            raise ConfigError(f"quantize: mode {self.mode!r}; accepted: scalar, m, group128.")
-
-    def operands(self) -> tuple[Operand, ...]:
-        if self.mode == "group128":
-            return ()
-        return (Operand("out_scale", _axis(self.spec_name, self.mode)),)
-
-    def extra_outputs(self) -> tuple[ExtraOutput, ...]:
-        if self.mode != "group128":
-            return ()
-        return (ExtraOutput("out_scale", torch.float32, group_scale_empty),)
-
-    def result_dtype(self) -> torch.dtype:
-        return dtype_from_name(self.dtype)
-
-    @property
-    def largest(self) -> float:
-        """The largest magnitude that the quantized dtype holds."""
-        return E4M3_MAX if self.dtype == "e4m3" else 127.0
-
-    def _scale(self, value: Tensor, context: Context) -> Tensor:
-        if self.mode != "group128":
-            return context.read("out_scale", value)
-        scale = group_scale(value, self.largest)
-        return scale.t().repeat_interleave(GROUP, dim=1)[:, : value.shape[1]]
-
-    def reference(self, value: Tensor, context: Context) -> Tensor:
-        if self.mode == "group128":
-            m, n = value.shape
-            stored = group_scale_empty((m,), n, torch.float32, value.device)
-            context.outputs.append(stored.copy_(group_scale(value, self.largest)))
-        return value * self._scale(value, context).reciprocal()
-
-    def bound(self, value: Tensor, error: Tensor, context: Context) -> Tensor:
-        scale = self._scale(value, context).abs()
-        own_scale_error = torch.zeros_like(scale)
-        if self.mode == "group128":
-            # The scale itself follows the computed values: it moves by the group's largest error.
-            largest_error = group_scale(error, self.largest).t().repeat_interleave(GROUP, dim=1)
-            own_scale_error = largest_error[:, : value.shape[1]] / scale
-        reach = (value.abs() + error) / scale
-        return error / scale + reach * (own_scale_error + 3 * FLOAT32_ROUNDOFF)
-
-
-@dataclass(frozen=True)
-class Tap(Node):
-    """Write the value at this point as an extra output, rounded to ``dtype``.
-
-    ``out`` stands for the dtype of the main result.
-    """
-
-    spec_name: ClassVar[str] = "tap"
-    name: str = "tap"
-    dtype: str = "out"
-
-    def __post_init__(self) -> None:
-        if self.dtype != "out":
-            dtype_from_name(self.dtype)
-
-    def _dtype(self) -> torch.dtype | None:
-        return None if self.dtype == "out" else dtype_from_name(self.dtype)
-
-    def extra_outputs(self) -> tuple[ExtraOutput, ...]:
-        return (ExtraOutput(self.name, self._dtype(), _tap_empty),)
-
-    def reference(self, value: Tensor, context: Context) -> Tensor:
-        context.outputs.append(to_dtype(value, self._dtype() or context.out_dtype))
-        return value
-
-    def bound(self, value: Tensor, error: Tensor, context: Context) -> Tensor:
-        context.outputs.append(rounding_bound(value, error, self._dtype() or context.out_dtype))
-        return error
-
-
-def _tap_empty(
-    m_shape: tuple[int, ...], n: int, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    return torch.empty((*m_shape, n), dtype=dtype, device=device)
-
-
-@dataclass(frozen=True)
-class RowStat(Node):
-    """A statistic of each row, for the next operation: ``sumsq`` or ``absmax``.
-
-    It is taken over the value rounded to the result's dtype (what the next layer will read) in
-    float32 and written as (parts, M) partial results: their sum (sumsq) or maximum (absmax) is the
-    statistic. How columns are split over the parts is the kernel's choice; the order in which a
-    consumer adds them is fixed.
-    """
-
-    spec_name: ClassVar[str] = "row_stat"
-    statistic: str = "sumsq"
-    parts: int = 1
-
-    def __post_init__(self) -> None:
-        if self.statistic not in ("sumsq", "absmax"):
-            raise ConfigError(f"row_stat: {self.statistic!r}; accepted are sumsq, absmax.")
-        if self.parts < 1:
-            raise ConfigError(f"row_stat: parts={self.parts} must be at least 1.")
-
-    def extra_outputs(self) -> tuple[ExtraOutput, ...]:
-        return (ExtraOutput(self.statistic, torch.float32, self._empty),)
-
-    def _empty(
-        self, m_shape: tuple[int, ...], n: int, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        return torch.empty((self.parts, _product(m_shape)), dtype=dtype, device=device)
-
-    def reference(self, value: Tensor, context: Context) -> Tensor:
-        rounded = to_dtype(value, context.out_dtype).to(value.dtype)
-        partial = torch.zeros(
-            (self.parts, value.shape[0]), dtype=torch.float32, device=value.device
-        )
-        if self.statistic == "sumsq":
-            partial[0] = rounded.square().sum(1)
-        elif value.shape[1]:
-            partial[0] = rounded.abs().amax(1)
-        context.outputs.append(partial)
-        return value
-
-    def bound(self, value: Tensor, error: Tensor, context: Context) -> Tensor:
-        rounded = rounding_bound(value, error, context.out_dtype)
-        if self.statistic == "absmax":
-            row = rounded.amax(1) if value.shape[1] else rounded.new_zeros(value.shape[0])
-        else:
-            reach = value.abs() + rounded
-            row = (2 * reach * rounded + reach.square() * 64 * FLOAT32_ROUNDOFF).sum(1)
-        context.outputs.append(row.expand(self.parts, -1))
-        return error

@@ -1,4 +1,4 @@
-"""Epilogue nodes that write more than the value itself: quantize, second outputs, row statistics."""
+"""Epilogue nodes that write more than the value: quantize, second outputs, row statistics."""
 
 from __future__ import annotations
 

@@ -230,7 +230,9 @@ def to_dtype(value: Tensor, dtype: torch.dtype) -> Tensor:
     to +-127, NaN becomes 0. Floating-point dtypes round to nearest even and overflow to infinity.
     """
     if dtype == torch.float8_e4m3fn:
-        return value.clamp(-E4M3_MAX, E4M3_MAX).to(dtype)
+        # One NaN (byte 0x7f) whatever the sign bit, as the GPU's conversion gives.
+        clamped = value.clamp(-E4M3_MAX, E4M3_MAX)
+        return clamped.masked_fill(value.isnan(), float("nan")).to(dtype)
     if dtype == torch.int8:
         return value.round().clamp(-127, 127).nan_to_num(0.0).to(dtype)
     return value.to(dtype)

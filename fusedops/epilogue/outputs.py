@@ -37,7 +37,8 @@ def group_scale_empty(
     """An empty (ceil(N/128), M) float32 tensor of 1x128 scales, M contiguous and padded to 4."""
     m = _product(m_shape)
     padded = -(-m // 4) * 4
-    return torch.empty_strided((-(-n // GROUP), m), (padded, 1), dtype=dtype, device=device)
+    # The last row's padding belongs to the tensor too: a kernel loads whole 16-byte units of it.
+    return torch.empty((-(-n // GROUP), padded), dtype=dtype, device=device)[:, :m]
 
 
 def group_scale(value: Tensor, largest: float) -> Tensor:
@@ -49,7 +50,9 @@ def group_scale(value: Tensor, largest: float) -> Tensor:
     groups = -(-n // GROUP)
     padded = torch.nn.functional.pad(value, (0, groups * GROUP - n))
     absmax = padded.reshape(m, groups, GROUP).abs().amax(-1).t()
-    scale = (absmax / largest).clamp(min=_MIN_SCALE)
+    # A tensor, because torch turns a division by a Python number into a product on CUDA.
+    divisor = torch.full((), largest, dtype=absmax.dtype, device=absmax.device)
+    scale = (absmax / divisor).clamp(min=_MIN_SCALE)
     return torch.where(absmax == 0, torch.ones_like(scale), scale)
 
 

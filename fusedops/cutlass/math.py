@@ -1,0 +1,75 @@
+"""float32 functions inside a CuTe DSL kernel, as the epilogue's ``KernelMath`` asks for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from cutlass import BFloat16, Float16, Float32, Int32, Numeric, Uint8, Uint16, cute
+
+__all__ = ["CUTE_DTYPES", "DslMath", "STORAGE_DTYPES", "round_to", "storage_value"]
+
+CUTE_DTYPES: dict[torch.dtype, type[Numeric]] = {
+    torch.float32: Float32,
+    torch.bfloat16: BFloat16,
+    torch.float16: Float16,
+}
+"""Dtypes that kernels read and write as floating-point numbers."""
+
+STORAGE_DTYPES: dict[torch.dtype, type[Numeric]] = {
+    **CUTE_DTYPES,
+    torch.float8_e4m3fn: Uint8,
+    torch.int8: Uint8,
+}
+"""How results are stored: 8-bit ones as bytes, converted by one PTX instruction each."""
+
+
+class DslMath:
+    """``fusedops.epilogue.emit.KernelMath`` for CuTe DSL."""
+
+    def exp(self, value: Any) -> Any:
+        return cute.math.exp(value, fastmath=True)
+
+    def erf(self, value: Any) -> Any:
+        return cute.math.erf(value)
+
+    def tanh(self, value: Any) -> Any:
+        return cute.math.tanh(value)
+
+    def reciprocal(self, value: Any) -> Any:
+        return _ptx("rcp.rn.f32 {$w0}, {$r0};", Float32, value)
+
+    def fast_reciprocal(self, value: Any) -> Any:
+        return _ptx("rcp.approx.f32 {$w0}, {$r0};", Float32, value)
+
+    def maximum(self, left: Any, right: Any) -> Any:
+        # max.NaN (PTX ISA, "max") keeps a NaN; the plain form drops it.
+        return _ptx("max.NaN.f32 {$w0}, {$r0}, {$r1};", Float32, left, right)
+
+    def absolute(self, value: Any) -> Any:
+        return _ptx("abs.f32 {$w0}, {$r0};", Float32, value)
+
+
+def _ptx(code: str, result: type[Numeric], *args: Any) -> Any:
+    read = [Float32(arg) if isinstance(arg, float) else arg for arg in args]
+    return cute.arch.inline_ptx(code, write_only_types=[result], read_only_args=read)
+
+
+def storage_value(value: Any, dtype: torch.dtype) -> Any:
+    """``value`` (float32) rounded to ``dtype``, in the type that ``STORAGE_DTYPES`` stores.
+
+    To e4m3 one ``cvt.rn.satfinite`` saturates and keeps NaN; to int8 ``cvt.rni`` rounds half to
+    even and turns NaN into 0 (PTX ISA, "cvt"); the clamp keeps -128 out.
+    """
+    if dtype == torch.float8_e4m3fn:
+        pair = _ptx("cvt.rn.satfinite.e4m3x2.f32 {$w0}, {$r1}, {$r0};", Uint16, value, 0.0)
+        return Uint8(pair)
+    if dtype == torch.int8:
+        clamped = DslMath().maximum(value, -127.0)
+        return Uint8(_ptx("cvt.rni.sat.s8.f32 {$w0}, {$r0};", Int32, clamped))
+    return value.to(CUTE_DTYPES[dtype])
+
+
+def round_to(value: Any, dtype: torch.dtype) -> Any:
+    """``value`` rounded to ``dtype`` and back to float32 (floating-point dtypes of 16 bits up)."""
+    return value if dtype == torch.float32 else value.to(CUTE_DTYPES[dtype]).to(Float32)

@@ -1,0 +1,164 @@
+"""Damaged and vanishing entries of the store."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from store_worker import FakeCompiler, entry_dir, fake_key, fake_object, fill, load
+
+from fusedops.errors import BuildError, KernelMissingError
+from fusedops.jit import cache
+from fusedops.jit.entry import Entry
+from fusedops.jit.folder import CacheFolder
+from fusedops.jit.location import CacheSettings
+from fusedops.jit.lock import KeyLock
+from fusedops.jit.store import Store
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def store(root: Path) -> Store:
+    return Store(CacheSettings(root))
+
+
+def truncate(folder: Path) -> None:
+    os.truncate(folder / "kernel.o", 1000)
+
+
+def flip_a_byte(folder: Path) -> None:
+    data = bytearray((folder / "kernel.o").read_bytes())
+    data[17] ^= 1
+    (folder / "kernel.o").write_bytes(data)
+
+
+def delete_a_file(folder: Path) -> None:
+    (folder / "symbols.txt").unlink()
+
+
+def delete_the_manifest(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+
+
+def empty_the_manifest(folder: Path) -> None:
+    os.truncate(folder / "manifest.json", 0)
+
+
+def alter_the_manifest(folder: Path) -> None:
+    body = json.loads((folder / "manifest.json").read_text())
+    body["info"]["entry_point"] = "run_b"
+    (folder / "manifest.json").write_text(json.dumps(body))
+
+
+def make_the_manifest_a_list(folder: Path) -> None:
+    (folder / "manifest.json").write_text("[]")
+
+
+def put_another_kernel_there(folder: Path) -> None:
+    fill(folder.parent.parent, "b")
+    shutil.rmtree(folder)
+    (folder.parent / fake_key("b").name).rename(folder)
+
+
+DAMAGES = [
+    truncate,
+    flip_a_byte,
+    delete_a_file,
+    delete_the_manifest,
+    empty_the_manifest,
+    alter_the_manifest,
+    make_the_manifest_a_list,
+    put_another_kernel_there,
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_entry_is_set_aside_and_rebuilt_once(
+    damage: Callable[[Path], None], root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fill(root, "a")
+    damage(entry_dir(root))
+    store, compiler = Store(CacheSettings(root)), FakeCompiler("a")
+    assert store.get(fake_key("a"), compiler, load) == fake_object("a")
+    assert compiler.calls == 1
+    assert (root / "damaged" / fake_key("a").name).is_dir()
+    assert "is damaged" in capsys.readouterr().err
+    after = Store(CacheSettings(root))
+    assert after.get(fake_key("a"), compiler, load) == fake_object("a")
+    assert after.counts == {"disk": 1}
+    damage(entry_dir(root))  # a second copy replaces the first one set aside
+    Store(CacheSettings(root)).get(fake_key("a"), compiler, load)
+    assert compiler.calls == 2
+
+
+def test_a_damaged_overlay_is_passed_over_and_named_when_nothing_else_serves(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overlay = tmp_path / "overlay"
+    fill(overlay, "a")
+    flip_a_byte(entry_dir(overlay))
+    store = Store(CacheSettings(root, (overlay,)))
+    monkeypatch.setenv("FUSEDOPS_COMPILE", "0")
+    with pytest.raises(KernelMissingError, match=r"kernel\.o fails its checksum"):
+        store.get(fake_key("a"), FakeCompiler("a"), load)
+    monkeypatch.delenv("FUSEDOPS_COMPILE")
+    assert store.get(fake_key("a"), FakeCompiler("a"), load) == fake_object("a")
+    assert store.counts == {"compiled": 1}
+    assert entry_dir(overlay).is_dir()
+
+
+def test_a_disk_that_returns_other_bytes_is_an_error_and_not_a_loop(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = CacheFolder._put
+
+    def put_and_damage(self: CacheFolder, temporary: Path, final: Path) -> None:
+        put(self, temporary, final)
+        flip_a_byte(final)
+
+    monkeypatch.setattr(CacheFolder, "_put", put_and_damage)
+    compiler = FakeCompiler("a")
+    with pytest.raises(BuildError, match="not what was written"):
+        store.get(fake_key("a"), compiler, load)
+    assert compiler.calls == 1
+
+
+def test_an_entry_that_vanishes_before_it_is_loaded_is_compiled_again(
+    store: Store, root: Path
+) -> None:
+    compiler, loads = FakeCompiler("a"), []
+
+    def clear_first(entry: Entry) -> bytes:
+        loads.append(cache.clear(root).kernels)
+        return load(entry)
+
+    assert store.get(fake_key("a"), compiler, clear_first) == fake_object("a")
+    assert loads == [1, 0]  # the second time it is loaded under its lock, which `clear` respects
+
+    def vanish_always(entry: Entry) -> bytes:
+        shutil.rmtree(entry.folder)
+        return load(entry)
+
+    with pytest.raises(BuildError, match="vanished"):
+        store.get(fake_key("b"), FakeCompiler("b"), vanish_always)
+
+
+def test_where_locks_do_not_lock_the_first_entry_stays(
+    store: Store, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KeyLock, "acquire", lambda self, wait=True: True)
+
+    def overtaken(folder: Path) -> dict[str, str]:
+        fill(root, "a")
+        return dict(FakeCompiler("a")(folder))
+
+    assert store.get(fake_key("a"), overtaken, load) == fake_object("a")
+    assert [path.name for path in (root / "entries").iterdir()] == [fake_key("a").name]

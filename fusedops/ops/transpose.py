@@ -1,0 +1,84 @@
+"""``transpose``: swap the last two dimensions into a contiguous tensor."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fusedops.check import require_dim, require_dtype
+from fusedops.ops.op import Op
+
+__all__ = ["TRANSPOSE_DTYPES", "transpose"]
+
+TRANSPOSE_DTYPES = (
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+    torch.uint16,
+    torch.int16,
+    torch.float16,
+    torch.bfloat16,
+    torch.uint32,
+    torch.int32,
+    torch.float32,
+    torch.complex32,
+    torch.uint64,
+    torch.int64,
+    torch.float64,
+    torch.complex64,
+)
+"""Dtypes of 1, 2, 4 or 8 bytes with one element in each (``float4_e2m1fn_x2`` holds two)."""
+
+# Elements are moved, never read as numbers: an integer of the same size keeps every bit (the
+# payload of a NaN too) and exists for every dtype.
+_CARRIER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def transpose(x: Tensor) -> Tensor:
+    """``x.transpose(-1, -2)`` as a new contiguous tensor.
+
+    Args:
+        x: (..., R, C), any strides and any batch dimensions; a dtype of ``TRANSPOSE_DTYPES``.
+
+    Returns:
+        (..., C, R), contiguous, the dtype of ``x``, bit for bit its elements; never a view of it.
+
+    Raises:
+        ShapeError: ``x`` has fewer than two dimensions.
+        DTypeError: ``x`` has another dtype.
+        UnsupportedError: ``x`` requires grad while grad mode is on.
+    """
+    result: Tensor = _OP_TRANSPOSE(x)
+    return result
+
+
+def _check(x: Tensor) -> None:
+    require_dim("transpose", "x", x, 2)
+    require_dtype("transpose", "x", x, TRANSPOSE_DTYPES)
+
+
+def _reference(x: Tensor) -> Tensor:
+    carried = x.view(_CARRIER[x.element_size()])
+    # clone, not contiguous(): of a view that was transposed before, contiguous() is x itself.
+    moved = carried.transpose(-1, -2).clone(memory_format=torch.contiguous_format)
+    return moved.view(x.dtype)
+
+
+def _fake(x: Tensor) -> Tensor:
+    *batch, rows, columns = x.shape
+    return x.new_empty((*batch, columns, rows))
+
+
+Op(
+    "transpose(Tensor x) -> Tensor",
+    check=_check,
+    fake=_fake,
+    reference=_reference,
+)
+
+_OP_TRANSPOSE = torch.ops.fusedops.transpose.default

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -146,8 +146,14 @@ def use_provider(name: str, *, strict: bool = True) -> Iterator[Usage]:
         _policy.reset(token)
 
 
-def choose(op: str, answers: Mapping[str, Support], policy: Policy) -> str:
-    """The name of the provider that serves ``op``, given each registered provider's answer.
+def choose(op: str, ask: Callable[[str], Support | None], policy: Policy) -> str:
+    """The name of the provider that serves ``op``.
+
+    Args:
+        op: the operation, for messages.
+        ask: a provider's answer by name; None where it has no implementation. Providers after the
+            one that serves are not asked.
+        policy: the caller's wish.
 
     Raises:
         UnsupportedError: nobody serves it, or strict mode forbids going past the first one asked.
@@ -155,7 +161,7 @@ def choose(op: str, answers: Mapping[str, Support], policy: Policy) -> str:
     reasons: dict[str, str] = {}
     passed_over: str | None = None
     for name in policy.order():
-        answer = answers.get(name)
+        answer = ask(name)
         if answer is None and name != policy.pinned:
             continue
         if answer is None:

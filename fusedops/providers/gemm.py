@@ -79,8 +79,9 @@ DirectForm = tuple[str, Callable[[Tensor, Tensor, Sequence[Tensor | None]], Tens
 def _direct_form(problem: GemmProblem) -> DirectForm | None:
     """The single torch call that does the whole chain with one rounding, or None.
 
-    torch adds a bias or a residual to the float32 accumulator before it rounds, so these chains
-    need no pass of their own where every tensor has the output's dtype.
+    torch adds a bias to the float32 accumulator before it rounds. A residual it adds so in float32
+    only: in half precision some cuBLAS kernels behind ``addmm`` round the product first (seen on an
+    H200: the error reached the size of the result where product and residual cancel).
     """
     spec = problem.spec
     if spec.prologue != NO_PROLOGUE or not isinstance(spec.weight, Dense):
@@ -93,7 +94,7 @@ def _direct_form(problem: GemmProblem) -> DirectForm | None:
             return "torch.mm", lambda x, w, _: torch.mm(x, w.t())
         case (Bias(),):
             return "F.linear with a bias", lambda x, w, t: F.linear(x, w, _row(t[0], n))
-        case (Residual(beta=beta),):
+        case (Residual(beta=beta),) if problem.x_dtype == torch.float32:
             return "torch.addmm onto the residual", lambda x, w, t: torch.addmm(
                 _given(t[0]).reshape(-1, n), x, w.t(), beta=beta
             )
@@ -162,8 +163,8 @@ class ReferenceProvider:
 class CublasProvider:
     """torch's matrix product (cuBLAS) on CUDA, then the rest of the chain in float32.
 
-    Where cuBLAS itself can do the whole chain with one rounding (nothing, a bias, or a residual) it
-    does; otherwise the product is written in float32, so that the one-rounding contract holds.
+    Where cuBLAS itself can do the whole chain with one rounding (``_direct_form``) it does;
+    otherwise the product is written in float32, so that the one-rounding contract holds.
     """
 
     name = "cublas"

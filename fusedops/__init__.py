@@ -22,14 +22,21 @@ from fusedops.ops.activation import act_and_mul
 from fusedops.ops.attention import paged_attention
 from fusedops.ops.embedding import embedding
 from fusedops.ops.histogram import bincount, expert_histogram, histogram
+from fusedops.ops.kv_append import append_paged_kv
 from fusedops.ops.norm import fused_add_rms_norm, fused_add_rms_norm_, layer_norm, rms_norm
+from fusedops.ops.op import OPS as _OPS
 from fusedops.ops.quantize import dequantize, quantize
 from fusedops.ops.reduce import reduce
-from fusedops.ops.rope_kv import append_paged_kv, rope, rope_
+from fusedops.ops.rope_kv import rope, rope_
 from fusedops.ops.rope_table import RopeScaling, rope_table
 from fusedops.ops.sampling import greedy, sample
 from fusedops.ops.transpose import transpose
+from fusedops.providers import cutlass as _cutlass
+from fusedops.providers import flashinfer as _flashinfer
 from fusedops.providers.base import use_provider
+
+_cutlass.register()
+_flashinfer.register(_OPS)
 
 __version__ = "0.1.0"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import prod
 from typing import Any
 
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from fusedops.epilogue.chain import Epilogue
-from fusedops.errors import ConfigError, LayoutError, ShapeError
+from fusedops.errors import ConfigError, DeviceError, LayoutError, ShapeError
+from fusedops.jit.launch import device_arch
 from fusedops.ops.op import LIBRARY, refuse_grad
 from fusedops.problem import GemmProblem, GemmSpec
 from fusedops.prologue import NO_PROLOGUE, Prologue
@@ -45,28 +46,36 @@ def _aligned_bytes(tensors: Sequence[Tensor]) -> int:
     return bits & -bits
 
 
-def _sm_count(device: torch.device) -> int:
+@cache
+def _device_facts(device: torch.device) -> dict[str, Any]:
+    """What a problem says of its device; the device must exist."""
     if device.type != "cuda":
-        return 0
-    return torch.cuda.get_device_properties(device).multi_processor_count
+        return {"device_type": device.type}
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "device_type": "cuda",
+        "sm_count": properties.multi_processor_count,
+        "arch": device_arch(device.index or 0),
+        "gpu": properties.name,
+    }
 
 
 def _problem(
-    spec: GemmSpec, x: Tensor, w: Tensor, operands: Sequence[Tensor | None], out: Sequence[Tensor]
+    spec: GemmSpec, x: Tensor, w: Tensor, operands: Sequence[Tensor | None]
 ) -> GemmProblem:
     return GemmProblem(
         spec,
         prod(x.shape[:-1]),
         x.dtype,
         tuple(None if t is None else t.dtype for t in operands),
-        x.device.type,
-        _sm_count(x.device),
-        _aligned_bytes((x, w, *out)),
+        aligned_bytes=_aligned_bytes((x, w)),
+        **_device_facts(x.device),
     )
 
 
-def _answers(problem: GemmProblem) -> dict[str, Support]:
-    return {name: provider.supports(problem) for name, provider in GEMM_PROVIDERS.items()}
+def _answer(name: str, problem: GemmProblem) -> Support | None:
+    provider = GEMM_PROVIDERS.get(name)
+    return None if provider is None else provider.supports(problem)
 
 
 def _key(
@@ -116,8 +125,8 @@ def _plan(
     parsed.check(x, w, operands)
     if out is not None:
         parsed.check_out(x, out)
-    problem = _problem(parsed, x, w, operands, out or ())
-    name = choose("gemm", _answers(problem), policy)
+    problem = _problem(parsed, x, w, operands)
+    name = choose("gemm", lambda candidate: _answer(candidate, problem), policy)
     return name, GEMM_PROVIDERS[name].plan(problem)
 
 
@@ -320,14 +329,15 @@ class Explanation:
 
 def _explain(problem: GemmProblem) -> Explanation:
     policy = current_policy()
-    answers = _answers(problem)
-    name = choose("gemm", answers, policy)
     passed: dict[str, str] = {}
-    for candidate in policy.order():
-        if candidate == name:
-            break
-        if candidate in answers:
-            passed[candidate] = answers[candidate].reason
+
+    def ask(candidate: str) -> Support | None:
+        answer = _answer(candidate, problem)
+        if answer is not None and not answer.ok:
+            passed[candidate] = answer.reason
+        return answer
+
+    name = choose("gemm", ask, policy)
     plan = GEMM_PROVIDERS[name].describe(problem)
     return Explanation(problem.spec, problem, name, plan, passed)
 
@@ -346,7 +356,7 @@ def explain(
     spec = _cached_spec(weight or tuple(w.shape), epilogue, x.dtype, out_dtype, prologue)
     tensors = _ordered(spec.text, tuple(o.name for o in spec.operands), operands)
     spec.check(x, w, tensors)
-    return _explain(_problem(spec, x, w, tensors, ()))
+    return _explain(_problem(spec, x, w, tensors))
 
 
 def explain_problem(
@@ -363,6 +373,7 @@ def explain_problem(
 
     Raises:
         ConfigError: a dimension is negative.
+        DeviceError: CUDA was asked for and is absent.
     """
     if min(m, n, k) < 0:
         raise ConfigError(f"explain: M={m}, N={n}, K={k} must not be negative.")
@@ -374,5 +385,7 @@ def explain_problem(
         dtype if dtype in operand.dtypes else operand.dtypes[0] for operand in spec.operands
     )
     kind = torch.device(device)
-    problem = GemmProblem(spec, m, dtype, operand_dtypes, kind.type, _sm_count(kind))
+    if kind.type == "cuda" and not torch.cuda.is_available():
+        raise DeviceError("explain: a CUDA device was asked for, but torch sees none; use cpu.")
+    problem = GemmProblem(spec, m, dtype, operand_dtypes, **_device_facts(kind))
     return _explain(problem)

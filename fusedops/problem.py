@@ -245,7 +245,9 @@ class GemmProblem:
         device_type: ``cpu`` or ``cuda``.
         sm_count: multiprocessors of the device, 0 on a CPU.
         aligned_bytes: largest power of two up to 16 that divides the address and the row pitch of
-            x, w and out: what a vectorised or bulk copy may assume.
+            x and w: what a vectorised or bulk copy may assume.
+        arch: architecture to compile for, e.g. ``sm_90a``; empty on a CPU.
+        gpu: the device's name, e.g. ``NVIDIA H200``; empty on a CPU.
     """
 
     spec: GemmSpec
@@ -255,6 +257,8 @@ class GemmProblem:
     device_type: str
     sm_count: int = 0
     aligned_bytes: int = 16
+    arch: str = ""
+    gpu: str = ""
 
     @property
     def flops(self) -> int:

@@ -305,7 +305,7 @@ def test_pinned_provider_runs_and_is_counted() -> None:
         pytest.raises(UnsupportedError, match="runs on CUDA tensors") as caught,
     ):
         fusedops.gemm(x, w)
-    assert set(caught.value.reasons) == {"cublas"}
+    assert set(caught.value.reasons) == {"cublas", "cutlass"}
     with fusedops.use_provider("cublas", strict=False) as usage:
         fusedops.gemm(x, w)
     assert usage.count("gemm", "reference") == 1
@@ -318,14 +318,14 @@ def test_pinned_provider_runs_and_is_counted() -> None:
 
 def test_selection_order_reasons_and_strict_mode() -> None:
     answers = {"cutlass": unsupported("K too odd"), "reference": SUPPORTED}
-    assert choose("gemm", answers, Policy()) == "reference"
+    assert choose("gemm", answers.get, Policy()) == "reference"
     with pytest.raises(UnsupportedError, match="strict mode") as caught:
-        choose("gemm", answers, Policy(strict=True))
+        choose("gemm", answers.get, Policy(strict=True))
     assert caught.value.reasons == {"cutlass": "K too odd"}
     elsewhere = {"cutlass": not_applicable("runs on CUDA tensors"), "reference": SUPPORTED}
-    assert choose("gemm", elsewhere, Policy(strict=True)) == "reference"
+    assert choose("gemm", elsewhere.get, Policy(strict=True)) == "reference"
     with pytest.raises(UnsupportedError, match="no provider serves"):
-        choose("gemm", {"cutlass": unsupported("K too odd")}, Policy())
+        choose("gemm", {"cutlass": unsupported("K too odd")}.get, Policy())
 
 
 def test_environment_pins_a_provider(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,7 +345,10 @@ def test_explain_says_who_runs_and_why_not_the_others() -> None:
     x, w, b = torch.randn(5, 8), torch.randn(16, 8), torch.randn(16)
     explanation = fusedops.explain(x, w, "bias|act(silu)", {"bias": b})
     assert explanation.provider == "reference"
-    assert explanation.passed_over == {"cublas": "runs on CUDA tensors, got cpu"}
+    assert explanation.passed_over == {
+        "cutlass": "runs on CUDA tensors, got cpu",
+        "cublas": "runs on CUDA tensors, got cpu",
+    }
     text = str(explanation)
     assert "none > dense(16,8) > bias|act(silu) > f32" in text
     assert "M=5 N=16 K=8 on cpu" in text

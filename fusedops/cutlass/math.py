@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from cutlass import BFloat16, Float16, Float32, Int32, Numeric, Uint8, Uint16, cute
 
-__all__ = ["CUTE_DTYPES", "DslMath", "STORAGE_DTYPES", "round_to", "storage_value"]
+__all__ = ["CUTE_DTYPES", "STORAGE_DTYPES", "DslMath", "round_to", "storage_value"]
 
 CUTE_DTYPES: dict[torch.dtype, type[Numeric]] = {
     torch.float32: Float32,

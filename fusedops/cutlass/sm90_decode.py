@@ -14,69 +14,35 @@ Sources: PTX ISA, "wgmma.mma_async", "griddepcontrol", "mapa", "Distributed shar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-import cutlass.utils as utils
 import torch
 from cutlass import Float32, Int32, Int64, const_expr, cute
 from cutlass._mlir.dialects.nvvm import MemScopeKind
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.runtime import make_fake_stream
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
-from fusedops.cutlass.math import CUTE_DTYPES
-from fusedops.cutlass.tile import ChainEmission, Coordinates
+from fusedops.config import DecodeConfig
+from fusedops.cutlass.accumulators import WGMMA_ROWS, accumulator_coordinates, owned_slots
+from fusedops.cutlass.arguments import chain_tensors, fake_tensor
+from fusedops.cutlass.exchange import exchange_halves
+from fusedops.cutlass.math import CUTE_DTYPES, STORAGE_DTYPES
+from fusedops.cutlass.row_statistics import RowStatistics
+from fusedops.cutlass.tile import ChainEmission
 from fusedops.epilogue.chain import Epilogue
+from fusedops.epilogue.outputs import RowStat
 
-__all__ = ["DecodeConfig", "DecodeGemm"]
+__all__ = ["DecodeGemm", "decode_arguments"]
 
-# Cache policies of createpolicy.fractional (fraction 1.0), as CUTLASS's TMA::CacheHintSm90 has them.
+# Cache policies of createpolicy.fractional, fraction 1.0 (CUTLASS, TMA::CacheHintSm90).
 EVICT_FIRST = 0x12F0000000000000
 EVICT_LAST = 0x14F0000000000000
 
 WARPGROUP = 128
-WGMMA_ROWS = 64
-SHARED_BYTES = 227 * 1024
-
-
-@dataclass(frozen=True)
-class DecodeConfig:
-    """A tiling of the decode kernel.
-
-    Attributes:
-        rows: weight rows (output columns) of a tile, a multiple of 8 (16 under a gate).
-        k: columns of K in a stage, a multiple of 64.
-        stages: TMA stages of the ring.
-        split: CTAs that share a tile's K, 1 or 2 (a cluster).
-        m_pad: padded M, the wgmma N: 8, 16, 32 or 64.
-        trigger: the producer allows the next kernel to start once it has at most this many k-tiles
-            left to load; -1 does so at once.
-    """
-
-    rows: int
-    k: int
-    stages: int
-    split: int
-    m_pad: int
-    trigger: int = -1
-
-    @property
-    def warpgroups(self) -> int:
-        """Consumer warpgroups: each multiplies 64 weight rows."""
-        return -(-self.rows // WGMMA_ROWS)
-
-    @property
-    def threads(self) -> int:
-        """Threads of a CTA: the consumers and one producer warp."""
-        return self.warpgroups * WARPGROUP + 32
-
-    def shared_bytes(self, element_bytes: int) -> int:
-        """Shared memory of a CTA, about: ring, reduction buffer, barriers, alignment."""
-        stage = (self.rows + self.m_pad) * self.k * element_bytes
-        exchange = (self.split - 1) * self.warpgroups * WARPGROUP * self.m_pad // 4 * 4
-        statistics = 2 * self.warpgroups * 4 * self.m_pad * 4
-        return self.stages * stage + exchange + statistics + 3072
 
 
 class DecodeGemm:
@@ -95,7 +61,12 @@ class DecodeGemm:
         self.element = CUTE_DTYPES[dtype]
         self.operand_names = [operand.name for operand in epilogue.operands]
         self.output_names = [output.name for output, _ in epilogue.extra_outputs(1 << 20)]
-        self.has_row_statistic = any(node.spec_name == "row_stat" for node in epilogue)
+        self.statistics = RowStatistics(
+            tuple(node.statistic for node in epilogue if isinstance(node, RowStat)),
+            config.warpgroups * 4,
+            config.m_pad,
+            config.split,
+        )
 
     @cute.jit
     def __call__(
@@ -111,10 +82,10 @@ class DecodeGemm:
 
         Args:
             w: (N, K), x: (M, K), out: (M, N'), rows of stride 1, pitch a multiple of 16 bytes.
-            tensors: operands, then extra outputs, in the chain's order; ``(out,)`` if there are none.
+            tensors: operands, then extra outputs, in the chain's order; ``(out,)`` for none.
         """
         cfg = self.config
-        row_major = utils.LayoutEnum.ROW_MAJOR
+        row_major = LayoutEnum.ROW_MAJOR
         major = OperandMajorMode.K
         tiled_mma = sm90.make_trivial_tiled_mma(
             self.element,
@@ -189,7 +160,7 @@ class DecodeGemm:
         if const_expr(self.pdl and cfg.trigger < 0):
             cute.arch.griddepcontrol_launch_dependents()
 
-        smem = utils.SmemAllocator()
+        smem = SmemAllocator()
         barriers = smem.allocate_array(Int64, 2 * stages + 2)
         full, empty = barriers, barriers + stages
         received, drained = barriers + 2 * stages, barriers + 2 * stages + 1
@@ -199,15 +170,12 @@ class DecodeGemm:
             exchange = smem.allocate_tensor(
                 Float32, cute.make_layout((consumers, owned)), byte_alignment=128
             )
-        if const_expr(self.has_row_statistic):
-            row_parts = smem.allocate_tensor(
-                Float32, cute.make_layout((m_pad, warps)), byte_alignment=128
-            )
+        row_parts = self.statistics.buffer(smem)
         s_w = smem.allocate_tensor(
             self.element, w_layout.outer, byte_alignment=1024, swizzle=w_layout.inner
         )
-        # x stays behind the ring: for tiles of fewer than 64 rows wgmma reads on past a stage's end,
-        # in the last stage into this buffer; what it reads there lands in rows nobody stores.
+        # x stays behind the ring: for tiles of fewer than 64 rows wgmma reads on past a stage's
+        # end, in the last stage into this buffer; what it reads lands in rows nobody stores.
         s_x = smem.allocate_tensor(
             self.element, x_layout.outer, byte_alignment=1024, swizzle=x_layout.inner
         )
@@ -295,7 +263,11 @@ class DecodeGemm:
                 s_a = cute.make_tensor(
                     s_w.iterator,
                     cute.make_layout(
-                        ((8, cfg.warpgroups * 8), (atom_columns, k_tile // atom_columns), (1, stages)),
+                        (
+                            (8, cfg.warpgroups * 8),
+                            (atom_columns, k_tile // atom_columns),
+                            (1, stages),
+                        ),
                         stride=(
                             (atom_columns, 8 * atom_columns),
                             (1, rows * atom_columns),
@@ -318,8 +290,8 @@ class DecodeGemm:
             for tile in cutlass.range(tile_first, tile_last, unroll=1):
                 tile_row = tile * rows
                 step = tile - tile_first
-                coordinates = self._coordinates(
-                    row, column, tile_row, rank, m_size, n_size, rows
+                coordinates = accumulator_coordinates(
+                    row, column, tile_row, rank, (m_size, n_size), rows, m_pad, split
                 )
                 emission = self._emission(tensors)
                 loaded = emission.load(coordinates)
@@ -352,15 +324,35 @@ class DecodeGemm:
                     for j in cutlass.range_constexpr(accumulators):
                         mine[j] = acc[j]
                 else:
-                    self._exchange(acc, mine, exchange, received, drained, rank, thread, step)
+                    exchange_halves(acc, mine, exchange, received, drained, rank, thread, step)
                     if tile + 1 < tile_last:
                         cute.arch.mbarrier_arrive(drained, 1 - rank, scope=MemScopeKind.CLUSTER)
 
                 values = {}
-                for slot, j in self._slots():
+                for slot, j in owned_slots(cfg.m_pad, split):
                     values[slot] = mine[j]
-                finished = emission.run(values, coordinates, loaded, None)
+
+                def reduce_rows(
+                    output: str,
+                    by_slot: dict[int, Any],
+                    combine: str,
+                    at: Any = coordinates,
+                    step: Any = step,
+                ) -> None:
+                    self.statistics.add(output, by_slot, combine, at, row_parts, thread, step)
+
+                finished = emission.run(values, coordinates, loaded, reduce_rows)
                 finished.store(out, self.out_dtype)
+            if const_expr(len(self.statistics.names) > 0):
+                self.statistics.write(
+                    self._emission(tensors).outputs,
+                    row_parts,
+                    thread,
+                    rank,
+                    cluster,
+                    clusters,
+                    m_size,
+                )
         if const_expr(split > 1):
             # A CTA's shared memory must outlive the other's last remote write to it.
             cute.arch.cluster_arrive()
@@ -375,82 +367,24 @@ class DecodeGemm:
             self.out_dtype,
         )
 
-    def _slots(self) -> list[tuple[tuple[int, int], int]]:
-        """((m slot, n slot), index among the owned accumulators) of a thread.
 
-        wgmma's accumulator j of a thread lies at row + 8 * bit 1 of j, column + bit 0 of j + 8 *
-        (j >> 2); rows are N here, columns M. With a split, a CTA owns the accumulators whose bit 0
-        is its rank, which keeps row pairs (bit 1) together for the gate.
-        """
-        slots = []
-        for j in range(self.config.m_pad // 2 // self.config.split):
-            if self.config.split == 1:
-                slots.append((((j >> 2) * 2 + (j & 1), (j >> 1) & 1), j))
-            else:
-                slots.append(((j >> 1, j & 1), j))
-        return slots
-
-    def _coordinates(
-        self, row: Any, column: Any, tile_row: Any, rank: Any, m_size: Any, n_size: Any, rows: int
-    ) -> Coordinates:
-        """Where the owned accumulators lie; rows beyond the tile get a column beyond N."""
-        groups = self.config.m_pad // 8
-        if self.config.split == 1:
-            m = tuple(column + 8 * g + p for g in range(groups) for p in range(2))
-        else:
-            m = tuple(column + 8 * g + rank for g in range(groups))
-        n = tuple(_inside_tile(row + 8 * half, tile_row, rows, n_size) for half in range(2))
-        return Coordinates(m, n, ((0, 1),), m_size, n_size)
-
-    @cute.jit
-    def _exchange(
-        self,
-        acc: cute.Tensor,
-        mine: cute.Tensor,
-        exchange: cute.Tensor,
-        received: cute.Pointer,
-        drained: cute.Pointer,
-        rank: Int32,
-        thread: Int32,
-        step: Int32,
-    ) -> None:
-        """Send the peer its half of the partial sums and add the half it sends."""
-        consumers = self.config.warpgroups * WARPGROUP
-        owned = self.config.m_pad // 4
-        if step > 0:
-            cute.arch.mbarrier_wait(drained, (step - 1) & 1)
-        for mine_rank in cutlass.range_constexpr(2):
-            if rank == mine_rank:
-                remote = cute.arch.inline_ptx(
-                    "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};",
-                    write_only_types=[Int32],
-                    read_only_args=[
-                        Int32((exchange.iterator + exchange.layout((thread, 0))).toint()),
-                        Int32(1 - mine_rank),
-                    ],
-                )
-                for j in cutlass.range_constexpr(owned):
-                    source = (j >> 1) * 4 + (j & 1) * 2
-                    mine[j] = acc[source + mine_rank]
-                    cute.arch.inline_ptx(
-                        "st.shared::cluster.f32 [{$r0}], {$r1};",
-                        read_only_args=[
-                            Int32(remote + j * consumers * 4),
-                            acc[source + 1 - mine_rank],
-                        ],
-                    )
-        cute.arch.mbarrier_arrive(received, 1 - rank, scope=MemScopeKind.CLUSTER)
-        cute.arch.mbarrier_wait(received, step & 1)
-        cute.arch.fence_acq_rel_cluster()
-        # Rank 0's sum comes first on both sides, so the order of the addition is fixed.
-        for j in cutlass.range_constexpr(owned):
-            mine[j] = mine[j] + exchange[thread, j]
-
-
-@cute.jit
-def _inside_tile(row: Any, tile_row: Any, rows: cutlass.Constexpr, n_size: Any) -> Any:
-    position = tile_row + row
-    if const_expr(rows % WGMMA_ROWS != 0):
-        position = cutlass.select_(row < rows, position, n_size)
-    return position
-
+def decode_arguments(
+    config: DecodeConfig,
+    epilogue: Epilogue,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    operand_dtypes: tuple[torch.dtype | None, ...],
+) -> tuple[Any, ...]:
+    """The kernel of a configuration and chain, with the fake tensors to trace it on."""
+    tensors = chain_tensors(epilogue, operand_dtypes, out_dtype)
+    out = fake_tensor(STORAGE_DTYPES[out_dtype], 2)
+    element = CUTE_DTYPES[dtype]
+    return (
+        DecodeGemm(config, epilogue, dtype, out_dtype),
+        fake_tensor(element, 2, aligned=True),
+        fake_tensor(element, 2, aligned=True),
+        out,
+        tuple(tensors) or (out,),
+        Int32(1),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+    )

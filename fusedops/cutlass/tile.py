@@ -16,6 +16,7 @@ from cutlass import Float32, Int32, cute, select_
 from fusedops.cutlass.math import DslMath, round_to, storage_value
 from fusedops.epilogue.base import Node, Operand
 from fusedops.epilogue.chain import Epilogue
+from fusedops.epilogue.emit import KernelMath
 
 __all__ = ["ChainEmission", "Coordinates", "RowReducer", "ThreadTile", "halves_columns"]
 
@@ -58,9 +59,7 @@ class Coordinates:
 
     def halved(self) -> Coordinates:
         """Coordinates after pairs of columns were combined: column 16 b + r moves to 8 b + r."""
-        columns = tuple(
-            ((self.n[gate] >> 4) << 3) + (self.n[gate] & 7) for gate, _ in self.pairs
-        )
+        columns = tuple(((self.n[gate] >> 4) << 3) + (self.n[gate] & 7) for gate, _ in self.pairs)
         return Coordinates(self.m, columns, (), self.m_limit, self.n_limit // 2)
 
     def slots(self) -> tuple[Slot, ...]:
@@ -136,7 +135,7 @@ class ChainEmission:
 class ThreadTile:
     """``fusedops.epilogue.emit.KernelTile`` on the values of one thread."""
 
-    math = DslMath()
+    math: KernelMath = DslMath()
 
     def __init__(
         self,
@@ -153,9 +152,7 @@ class ThreadTile:
         self._reducer = reducer
 
     def _with(self, values: dict[Slot, Any]) -> ThreadTile:
-        return ThreadTile(
-            values, self.coordinates, self._emission, self._loaded, self._reducer
-        )
+        return ThreadTile(values, self.coordinates, self._emission, self._loaded, self._reducer)
 
     def map(self, function: Callable[[Any], Any]) -> ThreadTile:
         return self._with({slot: function(value) for slot, value in self.values.items()})

@@ -84,9 +84,7 @@ class Op:
         self.check = check
         self.check_values = check_values
         self._fake = fake
-        self._implementations: dict[
-            str, tuple[Callable[..., Support], Callable[..., Any]]
-        ] = {}
+        self._implementations: dict[str, tuple[Callable[..., Support], Callable[..., Any]]] = {}
         self.add("reference", _any_device, reference)
         self.add("torch", _cuda_tensors, reference)
         LIBRARY.define(schema)
@@ -94,9 +92,7 @@ class Op:
         torch.library.register_fake(f"fusedops::{self.name}", self._run_fake, lib=LIBRARY)
         OPS[self.name] = self
 
-    def add(
-        self, provider: str, supports: Callable[..., Support], run: Callable[..., Any]
-    ) -> None:
+    def add(self, provider: str, supports: Callable[..., Support], run: Callable[..., Any]) -> None:
         """Register an implementation; ``supports`` and ``run`` take the operation's arguments."""
         self._implementations[provider] = (supports, run)
 
@@ -106,7 +102,12 @@ class Op:
 
     def select(self, policy: Policy, *args: Any) -> str:
         """The provider that serves a call with these arguments under ``policy``."""
-        return choose(self.name, self.answers(*args), policy)
+
+        def ask(provider: str) -> Support | None:
+            found = self._implementations.get(provider)
+            return None if found is None else found[0](*args)
+
+        return choose(self.name, ask, policy)
 
     def _run(self, *args: Any) -> Any:
         refuse_grad(self.name, args)

@@ -23,7 +23,7 @@ COVERS = (
 PROVIDERS = ("cublas", "reference")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES = ((1, 64, 64), (16, 256, 512), (5, 48, 70), (64, 128, 96), (130, 272, 200))
-GUARD = 1234.0
+GUARD = 96.0  # exact in every output dtype
 
 pytestmark = pytest.mark.gpu
 op = torch.ops.fusedops.gemm.default

@@ -1,0 +1,62 @@
+"""Where a thread's wgmma accumulators lie when the weight is on the row side.
+
+Accumulator j of a thread lies at row + 8 * bit 1 of j, column + bit 0 of j + 8 * (j >> 2) (PTX ISA,
+"Register Fragments for wgmma.mma_async"); rows are N here, columns M. With a split over a cluster a
+CTA owns the accumulators whose bit 0 is its rank, which keeps row pairs (bit 1) together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import const_expr, cute
+
+from fusedops.cutlass.tile import Coordinates, Slot
+
+__all__ = ["accumulator_coordinates", "owned_slots"]
+
+WGMMA_ROWS = 64
+
+
+def owned_slots(m_pad: int, split: int) -> list[tuple[Slot, int]]:
+    """((m slot, n slot), index among the owned accumulators) of a thread."""
+    if split == 1:
+        return [(((j >> 2) * 2 + (j & 1), (j >> 1) & 1), j) for j in range(m_pad // 2)]
+    return [((j >> 1, j & 1), j) for j in range(m_pad // 4)]
+
+
+def accumulator_coordinates(
+    row: Any,
+    column: Any,
+    tile_row: Any,
+    rank: Any,
+    sizes: tuple[Any, Any],
+    rows: int,
+    m_pad: int,
+    split: int,
+) -> Coordinates:
+    """Coordinates of the owned accumulators; rows beyond the tile get a column beyond N.
+
+    Args:
+        row, column: of the thread's accumulator 0 in the tile.
+        tile_row: first weight row of the tile.
+        rank: of the CTA in its cluster.
+        sizes: (M, N).
+        rows, m_pad, split: the kernel's configuration.
+    """
+    groups = range(0, m_pad, 8)
+    if split == 1:
+        m = tuple(column + g + p for g in groups for p in range(2))
+    else:
+        m = tuple(column + g + rank for g in groups)
+    n = tuple(_inside_tile(row + 8 * half, tile_row, rows, sizes[1]) for half in range(2))
+    return Coordinates(m, n, ((0, 1),), *sizes)
+
+
+@cute.jit
+def _inside_tile(row: Any, tile_row: Any, rows: cutlass.Constexpr, n_size: Any) -> Any:
+    position = tile_row + row
+    if const_expr(rows % WGMMA_ROWS != 0):
+        position = cutlass.select_(row < rows, position, n_size)
+    return position

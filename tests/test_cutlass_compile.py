@@ -1,0 +1,192 @@
+"""The CuTe DSL kernels compile for sm_90a without a GPU, to Tensor Core code without spills."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fusedops.config import DECODE_BUCKETS, choose_decode, decode_tiles, m_bucket
+from fusedops.epilogue.chain import Epilogue
+from fusedops.errors import BuildError, ConfigError
+from fusedops.jit.dsl import OBJECT, compile_dsl, dsl_kernel
+from fusedops.jit.location import CacheSettings
+from fusedops.jit.store import Store
+from fusedops.problem import GemmProblem, GemmSpec
+from fusedops.providers.cutlass import CutlassProvider, decode_program
+from fusedops.weight import Dense
+
+needs_dsl = pytest.mark.skipif(
+    importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"
+)
+
+
+def make_problem(
+    chain: str,
+    m: int = 16,
+    n: int = 4096,
+    k: int = 4096,
+    dtype: torch.dtype = torch.bfloat16,
+    **changes: object,
+) -> GemmProblem:
+    epilogue = Epilogue.parse(chain)
+    spec = GemmSpec(Dense(n, k), epilogue, epilogue.result_dtype(dtype))
+    operand_dtypes = tuple(dtype if dtype in o.dtypes else torch.float32 for o in spec.operands)
+    facts = {"device_type": "cuda", "sm_count": 132, "arch": "sm_90a", "gpu": "NVIDIA H200"}
+    return GemmProblem(spec, m, dtype, operand_dtypes, **{**facts, **changes})  # type: ignore[arg-type]
+
+
+def nvdisasm() -> str | None:
+    """The disassembler of the nvidia-cuda-nvdisasm wheel, or one on PATH."""
+    for root in map(Path, sys.path):
+        for found in root.glob("nvidia/**/bin/nvdisasm"):
+            return str(found)
+    return shutil.which("nvdisasm")
+
+
+@needs_dsl
+@pytest.mark.parametrize(
+    ("chain", "m", "dtype"),
+    [
+        ("residual|row_stat(sumsq,132)", 16, torch.bfloat16),
+        ("bias|gate(silu)", 1, torch.float16),
+        (
+            "scale(x_scale,m)|scale(w_scale,n)|bias|act(gelu)|tap|quantize(e4m3,m)",
+            64,
+            torch.bfloat16,
+        ),
+    ],
+)
+def test_decode_kernel_is_tensor_core_code_without_spills(
+    chain: str, m: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    problem = make_problem(chain, m, dtype=dtype)
+    program = decode_program(problem, choose_decode(problem, problem.gpu))
+    compile_dsl(program, "sm_90a", tmp_path)
+    cubin = extract_cubin((tmp_path / OBJECT).read_bytes(), tmp_path)
+    tool = nvdisasm()
+    if tool is None:
+        pytest.skip("nvdisasm is not installed")
+    sass = subprocess.run([tool, "-c", cubin], capture_output=True, text=True, check=True).stdout
+    assert "HGMMA" in sass
+    assert "UTMALDG" in sass
+    assert not re.search(r"\b(LDL|STL)\b", sass), "the kernel spills to local memory"
+
+
+def extract_cubin(object_file: bytes, folder: Path) -> Path:
+    """The device code inside an exported object file: the embedded ELF for machine 190 (CUDA)."""
+    start = object_file.find(b"\x7fELF", 1)
+    while start >= 0:
+        if int.from_bytes(object_file[start + 18 : start + 20], "little") == 190:
+            cubin = folder / "kernel.cubin"
+            cubin.write_bytes(object_file[start:])
+            return cubin
+        start = object_file.find(b"\x7fELF", start + 1)
+    raise AssertionError("no CUDA ELF in the object file")
+
+
+@needs_dsl
+def test_warm_process_loads_the_kernel_without_the_dsl(tmp_path: Path) -> None:
+    pytest.importorskip("tvm_ffi_orcjit")
+    code = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+from test_cutlass_compile import make_problem
+from fusedops.config import choose_decode
+from fusedops.jit.dsl import dsl_kernel
+from fusedops.jit.store import default_store
+from fusedops.providers.cutlass import decode_program
+problem = make_problem("bias")
+kernel = dsl_kernel(decode_program(problem, choose_decode(problem, problem.gpu)), "sm_90a")
+x = torch.zeros(8, 8, dtype=torch.bfloat16)
+try:
+    kernel(x, x, x, (x[0],), 1)
+except ValueError as error:
+    assert "expected device_type=cuda" in str(error), error
+print(sorted(default_store().counts), "cutlass" in sys.modules)
+"""
+    environment = {"FUSEDOPS_CACHE_DIR": str(tmp_path), "PATH": "", "HOME": str(tmp_path)}
+    outputs = [
+        subprocess.run(
+            [sys.executable, "-c", code, str(Path(__file__).parent)],
+            capture_output=True,
+            text=True,
+            env=environment,
+            cwd=Path(__file__).parents[1],
+        )
+        for _ in range(2)
+    ]
+    assert outputs[0].stdout.strip() == "['compiled'] True", outputs[0].stderr
+    assert outputs[1].stdout.strip() == "['disk'] False", outputs[1].stderr
+
+
+@needs_dsl
+def test_failing_trace_is_a_build_error(tmp_path: Path) -> None:
+    problem = make_problem("bias")
+    tile = decode_tiles()[0]
+    program = decode_program(problem, tile)
+
+    def broken() -> tuple[object, ...]:
+        raise RuntimeError("line one\nthe reason")
+
+    from dataclasses import replace
+
+    store = Store(CacheSettings(tmp_path, ()))
+    with pytest.raises(BuildError, match="the reason"):
+        dsl_kernel(replace(program, arguments=broken), "sm_90a", store)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"device_type": "cpu"}, "runs on CUDA tensors"),
+        ({"arch": "sm_80"}, "compiled for sm_90a"),
+        ({"m": 65}, "serves M <= 64"),
+        ({"k": 0}, "needs K > 0"),
+        ({"aligned_bytes": 8}, "multiples of 16 bytes"),
+        ({"dtype": torch.float32}, "multiplies bfloat16 and float16"),
+        ({"chain": "quantize(e4m3,group128)"}, "whole groups"),
+        ({"chain": "row_stat"}, "too few parts"),
+    ],
+)
+def test_provider_says_why_it_cannot(changes: dict[str, object], reason: str) -> None:
+    answer = CutlassProvider().supports(make_problem(**{"chain": "none", **changes}))  # type: ignore[arg-type]
+    assert not answer.ok
+    assert reason in answer.reason
+
+
+@pytest.mark.parametrize("m", [1, 16, 64])
+@pytest.mark.parametrize(
+    ("n", "k"), [(6144, 4096), (4096, 14336), (128256, 4096), (1280, 8192), (48, 64), (8, 8)]
+)
+def test_choice_is_legal_and_deterministic(m: int, n: int, k: int) -> None:
+    problem = make_problem("none", m, n, k)
+    tile = choose_decode(problem, problem.gpu)
+    assert tile.legal(problem) is None
+    assert tile == choose_decode(make_problem("none", m, n, k), problem.gpu)
+    assert tile.clusters(n, 132) * tile.split <= 132
+    config = tile.config(m, 2)
+    assert config.stages >= 3
+    stage = (config.rows + config.m_pad) * config.k * 2
+    assert config.stages * stage < 227 * 1024
+
+
+def test_names_are_unique_and_buckets_cover_m() -> None:
+    names = [tile.name for tile in decode_tiles()]
+    assert len(names) == len(set(names))
+    assert [m_bucket(m) for m in (1, 8, 9, 16, 17, 33, 64)] == [8, 8, 16, 16, 32, 64, 64]
+    assert DECODE_BUCKETS[-1] == 64
+    with pytest.raises(ConfigError, match="at most 64"):
+        m_bucket(65)
+
+
+def test_explain_shows_the_decode_configuration() -> None:
+    text = CutlassProvider().describe(make_problem("gate", n=28672))
+    assert "M padded to 16" in text
+    assert "clusters" in text

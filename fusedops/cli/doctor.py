@@ -195,7 +195,7 @@ def registered_providers() -> dict[str, tuple[str, ...]]:
     for module in pkgutil.iter_modules(fusedops.ops.__path__, "fusedops.ops."):
         importlib.import_module(module.name)
     found = {"gemm": tuple(GEMM_PROVIDERS)}
-    found.update((name, tuple(op._implementations)) for name, op in sorted(OPS.items()))
+    found.update((name, tuple(op.providers)) for name, op in sorted(OPS.items()))
     return found
 
 

@@ -96,6 +96,11 @@ class Op:
         """Register an implementation; ``supports`` and ``run`` take the operation's arguments."""
         self._implementations[provider] = (supports, run)
 
+    @property
+    def providers(self) -> tuple[str, ...]:
+        """Providers with an implementation, in the order in which they were registered."""
+        return tuple(self._implementations)
+
     def answers(self, *args: Any) -> dict[str, Support]:
         """Each registered provider's answer to a call with these arguments."""
         return {name: supports(*args) for name, (supports, _) in self._implementations.items()}
@@ -112,10 +117,15 @@ class Op:
     def _run(self, *args: Any) -> Any:
         refuse_grad(self.name, args)
         self.check(*args)
-        if self.check_values is not None and _first_device_type(args) == "cpu":
+        on_cpu = _first_device_type(args) == "cpu"
+        if on_cpu and self.check_values is not None:
             self.check_values(*args)
         policy = current_policy()
-        provider = self.select(policy, *args)
+        if on_cpu and policy.pinned is None:
+            # Every other provider is for GPUs; asking each costs more than a small call's work.
+            provider = "reference"
+        else:
+            provider = self.select(policy, *args)
         if policy.usage is not None:
             policy.usage.calls[self.name, provider] += 1
         return self._implementations[provider][1](*args)

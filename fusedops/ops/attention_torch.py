@@ -1,0 +1,276 @@
+"""Attention over a paged KV cache in torch: one way for host metadata, one for device metadata.
+
+Both take the caches as (pages, page_size, Hkv, D) views and work in float32.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusedops.errors import PositionError, ShapeError
+from fusedops.ops.paged import require_length, require_pages
+
+__all__ = ["Attention", "attend_batched", "attend_on_host"]
+
+
+class Attention(NamedTuple):
+    """The options of ``paged_attention`` that decide which keys count and by how much."""
+
+    scale: float
+    causal: bool
+    window: int
+    softcap: float
+
+
+def attend_on_host(
+    q: Tensor,
+    k_slots: Tensor,
+    v_slots: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start: Tensor | None,
+    max_query_len: int,
+    options: Attention,
+) -> Tensor:
+    """Request by request, each with exactly its own keys: for CPU tensors, whose values are free.
+
+    A request's slots behind its length are never touched, and nothing is padded or masked that
+    need not be. The values are checked here because they are read here anyway.
+    """
+    lengths = seq_lens.tolist()
+    requests = len(lengths)
+    _require_pages(block_table, lengths, k_slots.shape)
+    if query_start is None:
+        starts = list(range(requests + 1))
+    else:
+        starts = query_start.tolist()
+        _require_offsets(starts, lengths, q.shape[0], max_query_len)
+    if requests == 1 and starts[1] == q.shape[0] and lengths[0]:
+        return _attend_one(q, k_slots, v_slots, block_table[0], lengths[0], options).contiguous()
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    for request, length in enumerate(lengths):
+        start, end = starts[request], starts[request + 1]
+        if length and end > start:
+            out[start:end] = _attend_one(
+                q[start:end], k_slots, v_slots, block_table[request], length, options
+            )
+    return out
+
+
+def _require_pages(block_table: Tensor, lengths: list[int], slots_shape: torch.Size) -> None:
+    op = "paged_attention"
+    pages, page_size = slots_shape[:2]
+    max_pages = block_table.shape[1]
+    for request, length in enumerate(lengths):
+        require_length(op, request, length, max_pages, page_size)
+    longest = max(lengths, default=0)
+    rows = block_table.narrow(1, 0, -(-longest // page_size)).tolist()
+    for request, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        require_pages(op, request, row[: -(-length // page_size)], pages)
+
+
+def _require_offsets(
+    starts: list[int], lengths: list[int], tokens: int, max_query_len: int
+) -> None:
+    op = "paged_attention"
+    counts = [after - before for before, after in pairwise(starts)]
+    if starts[0] != 0 or starts[-1] > tokens or min(counts, default=0) < 0:
+        raise ShapeError(
+            f"{op}: query_start is {starts}; it must start at 0, never decrease and end at or "
+            f"before {tokens}, the rows of q."
+        )
+    if max(counts, default=0) > max_query_len:
+        raise ShapeError(
+            f"{op}: query_start gives a request {max(counts)} queries but max_query_len is "
+            f"{max_query_len}; raise max_query_len."
+        )
+    for request, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        if 0 < length < count:
+            raise PositionError(
+                f"{op}: request {request} has length {length} but {count} queries; seq_lens "
+                "counts the queries too, so it is at least their number (or 0)."
+            )
+
+
+def _attend_one(
+    q: Tensor,
+    k_slots: Tensor,
+    v_slots: Tensor,
+    table_row: Tensor,
+    length: int,
+    options: Attention,
+) -> Tensor:
+    """(n, Hq, D): the n queries of one request over its keys; its last key is its last query's."""
+    queries, query_heads, head_dim = q.shape
+    page_size, heads = k_slots.shape[1:3]
+    first_page, skip = 0, 0
+    if options.window:
+        oldest = max(0, length - queries - options.window + 1)
+        first_page = oldest // page_size
+        # One query sees all keys from `oldest` on; several need a mask, which may start early.
+        skip = oldest % page_size if queries == 1 else 0
+    first_key = first_page * page_size + skip
+    table = table_row[first_page : -(-length // page_size)]
+    k, v = _keys((k_slots, v_slots), table, skip, length - first_key)
+    full = queries == length and options.causal and not options.window
+    if full and queries > 1 and not options.softcap:
+        out = F.scaled_dot_product_attention(
+            q.transpose(0, 1)[None].float(),
+            k[None],
+            v[None],
+            is_causal=True,
+            scale=options.scale,
+            enable_gqa=True,
+        )
+        return out[0].transpose(0, 1).to(q.dtype)
+    # The query heads that share a KV head become rows of one product, so K and V are not repeated.
+    group = query_heads // heads
+    if queries == 1:
+        rows = q.reshape(heads, group, head_dim)
+        mask = None
+    else:
+        rows = q.view(queries, heads, group, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
+        mask = _mask(queries, length, first_key, options)
+        if mask is not None:
+            mask = mask.repeat(group, 1)
+    out = _attend_rows(rows.float(), k, v, mask, options).to(q.dtype)
+    if queries == 1:
+        return out.view(1, query_heads, head_dim)
+    return out.view(heads, group, queries, head_dim).permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _keys(caches: tuple[Tensor, ...], table: Tensor, skip: int, count: int) -> list[Tensor]:
+    """(Hkv, count, D) float32 of each cache: what the table's pages hold, in order."""
+    pages = table.tolist()
+    first, number = pages[0], len(pages)
+    neighbours = pages[-1] - first == number - 1 and pages == list(range(first, first + number))
+    found = []
+    for slots in caches:
+        # Pages that lie in order in the pool, as after a prefill, are read where they are.
+        stored = slots.narrow(0, first, number) if neighbours else slots.index_select(0, table)
+        keys = stored.flatten(0, 1).narrow(0, skip, count).transpose(0, 1)
+        found.append(keys if keys.dtype is torch.float32 else keys.float())
+    return found
+
+
+def _mask(queries: int, length: int, first_key: int, options: Attention) -> Tensor | None:
+    """(queries, keys) bool, True where a query attends a key; None where all attend all."""
+    if not options.causal and not options.window:
+        return None
+    own = torch.arange(length - queries, length, device="cpu")[:, None]
+    key = torch.arange(first_key, length, device="cpu")
+    return _visible(key, own, options)
+
+
+def _visible(key: Tensor, own: Tensor, options: Attention) -> Tensor:
+    """True where the key's position is one that a query at position ``own`` attends."""
+    if not options.causal:
+        return key > own - options.window
+    if not options.window:
+        return key <= own
+    return (key <= own) & (key > own - options.window)
+
+
+def _attend_rows(
+    rows: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: Attention
+) -> Tensor:
+    """(Hkv, rows, D) float32 attention of ``rows`` over (Hkv, keys, D); a row sees some key."""
+    if not options.softcap:
+        return F.scaled_dot_product_attention(
+            rows[None], k[None], v[None], attn_mask=mask, scale=options.scale
+        )[0]
+    scores = _scores(rows, k, options)
+    if mask is not None:
+        scores.masked_fill_(~mask, -torch.inf)
+    return torch.matmul(scores.softmax(-1), v)
+
+
+def _scores(rows: Tensor, k: Tensor, options: Attention) -> Tensor:
+    scores = torch.matmul(rows, k.transpose(-1, -2)).mul_(options.scale)
+    if options.softcap:
+        scores.div_(options.softcap).tanh_().mul_(options.softcap)
+    return scores
+
+
+def attend_batched(
+    q: Tensor,
+    k_slots: Tensor,
+    v_slots: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start: Tensor | None,
+    max_query_len: int,
+    options: Attention,
+) -> Tensor:
+    """All requests at once, from shapes alone: nothing synchronises, so it can be captured.
+
+    Every request is computed over the whole row of its block table and masked, so the work and the
+    memory, (B, Hq, max_query_len, max_pages * page_size) float32 scores, follow the table's width.
+    """
+    tokens, query_heads, head_dim = q.shape
+    pages, page_size, heads, _ = k_slots.shape
+    requests, max_pages = block_table.shape
+    if tokens == 0 or block_table.numel() == 0:
+        return torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    table = block_table.long()
+    in_pool = ((table >= 0) & (table < pages))[:, :, None].expand(-1, -1, page_size)
+    key = torch.arange(max_pages * page_size, device=q.device)
+    length = seq_lens.long()[:, None]
+    stored = (key < length) & in_pool.reshape(requests, -1)
+    k = _gathered(k_slots, table, stored)
+    v = _gathered(v_slots, table, stored)
+
+    step = torch.arange(max_query_len, device=q.device)
+    if query_start is None:
+        start = torch.arange(requests, device=q.device)[:, None]
+        count = torch.ones_like(start)
+    else:
+        start = query_start[:-1].long()[:, None]
+        count = query_start[1:].long()[:, None] - start
+    own = length - count + step
+    group = query_heads // heads
+    padded = q.index_select(0, (start + step).clamp(0, tokens - 1).flatten()).float()
+    rows = padded.view(requests, max_query_len, heads, group, head_dim).permute(0, 2, 3, 1, 4)
+    scores = _scores(rows.flatten(2, 3), k, options)
+    scores = scores.view(requests, heads, group, max_query_len, -1)
+    attended = (stored[:, None, :] & (step < count)[:, :, None])[:, None, None]
+    if options.causal or options.window:
+        attended = attended & _visible(key, own[:, :, None], options)[:, None, None]
+    weights = scores.masked_fill_(~attended, -torch.inf).softmax(-1)
+    # A query that attends nothing has only -inf scores, whose softmax is NaN: it gives zeros.
+    weights = weights.masked_fill_(~attended, 0.0)
+    out = torch.matmul(weights.flatten(2, 3), v).view(
+        requests, heads, group, max_query_len, head_dim
+    )
+    out = out.permute(0, 3, 1, 2, 4).reshape(-1, query_heads, head_dim).to(q.dtype)
+    if query_start is None:
+        return out
+    return _unpadded(out, query_start.long(), tokens, max_query_len)
+
+
+def _gathered(slots: Tensor, table: Tensor, stored: Tensor) -> Tensor:
+    """(B, Hkv, keys, D) float32 by the block table; zeros where nothing is stored.
+
+    Zeros, because a masked weight of 0 times a stale NaN or Inf would still be NaN.
+    """
+    requests = table.shape[0]
+    flat = slots.index_select(0, table.clamp(0, slots.shape[0] - 1).flatten())
+    rows = flat.reshape(requests, -1, *slots.shape[2:]).float()
+    return rows.masked_fill_(~stored[:, :, None, None], 0.0).transpose(1, 2)
+
+
+def _unpadded(out: Tensor, query_start: Tensor, tokens: int, max_query_len: int) -> Tensor:
+    """(T, Hq, D) from rows padded to ``max_query_len`` a request; zeros where there is none."""
+    token = torch.arange(tokens, device=out.device)
+    request = torch.searchsorted(query_start[1:].contiguous(), token, right=True)
+    last = query_start.shape[0] - 2
+    start = query_start[request.clamp(max=last)]
+    step = token - start
+    absent = (request > last) | (step < 0) | (step >= max_query_len)
+    source = request.clamp(max=last) * max_query_len + step.clamp(0, max_query_len - 1)
+    return out.index_select(0, source).masked_fill_(absent[:, None, None], 0.0)

@@ -1,0 +1,197 @@
+"""The append of new tokens' keys and values to a paged cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fusedops.check import require_dtype, require_shape
+from fusedops.ops.guards import (
+    INDEX_DTYPES,
+    require_per_token,
+    require_tokens,
+    require_within,
+    require_writable,
+)
+from fusedops.ops.op import Op
+from fusedops.ops.paged import check_paged_cache, require_length, require_pages, slots_view
+
+__all__ = ["append_paged_kv"]
+
+_FEW_TOKENS = 16
+"""Up to this many tokens are placed by a Python loop on the CPU: it is quicker than torch calls."""
+
+
+def _check_append(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    request_index: Tensor,
+    positions: Tensor,
+    layout: str,
+) -> None:
+    op = "append_paged_kv"
+    require_tokens(op, "k", k, "v", v)
+    if v.shape != k.shape:
+        require_shape(op, "v", v, [tuple(k.shape)], "the shape of k")
+    check_paged_cache(op, k_cache, v_cache, block_table, layout, k, k.shape[1])
+    if request_index.dtype is not torch.int32:
+        require_dtype(op, "request_index", request_index, (torch.int32,))
+    if positions.dtype not in INDEX_DTYPES:
+        require_dtype(op, "positions", positions, INDEX_DTYPES)
+    require_per_token(op, "request_index", request_index, k)
+    require_per_token(op, "positions", positions, k)
+    require_writable(op, "k_cache", k_cache)
+    require_writable(op, "v_cache", v_cache)
+
+
+def _place_few(
+    block_table: Tensor, request_index: Tensor, positions: Tensor, page_size: int, pages: int
+) -> tuple[list[int], list[int], list[int]]:
+    """(token, page, slot) of the tokens that are no padding; raises before anything is written."""
+    op = "append_paged_kv"
+    requests, max_pages = block_table.shape
+    tokens: list[int] = []
+    page_of: list[int] = []
+    slot_of: list[int] = []
+    for token, (position, request) in enumerate(
+        zip(positions.tolist(), request_index.tolist(), strict=True)
+    ):
+        if position < 0:
+            continue
+        if not 0 <= request < requests:
+            require_within(op, "request_index", request_index, 0, requests, "block_table's rows")
+        require_length(op, request, position + 1, max_pages, page_size)
+        page = int(block_table[request, position // page_size])
+        if not 0 <= page < pages:
+            require_pages(op, request, [page], pages)
+        tokens.append(token)
+        page_of.append(page)
+        slot_of.append(position % page_size)
+    return tokens, page_of, slot_of
+
+
+def _append(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    request_index: Tensor,
+    positions: Tensor,
+    layout: str,
+) -> None:
+    k_slots, v_slots = slots_view(k_cache, layout), slots_view(v_cache, layout)
+    pages, page_size = k_slots.shape[:2]
+    if not k.is_cpu:
+        _append_guarded(k, v, k_slots, v_slots, block_table, request_index, positions)
+        return
+    if k.shape[0] <= _FEW_TOKENS:
+        tokens, page_of, slot_of = _place_few(
+            block_table, request_index, positions, page_size, pages
+        )
+        if not tokens:
+            return
+        if len(tokens) < k.shape[0]:
+            k, v = k[tokens], v[tokens]
+        where = (torch.tensor(page_of, device="cpu"), torch.tensor(slot_of, device="cpu"))
+    else:
+        keep = positions >= 0
+        k, v, positions, request_index = (t[keep] for t in (k, v, positions, request_index))
+        op, (requests, max_pages) = "append_paged_kv", block_table.shape
+        require_within(op, "request_index", request_index, 0, requests, "block_table's rows")
+        capacity = f"{max_pages} pages of {page_size} slots in each row of block_table"
+        require_within(op, "positions", positions, 0, max_pages * page_size, capacity)
+        page = block_table[request_index, positions // page_size]
+        require_within(op, "block_table", page, 0, pages, "the pages of the cache")
+        where = (page, positions % page_size)
+    k_slots.index_put_(where, k)
+    v_slots.index_put_(where, v)
+
+
+def _append_guarded(
+    k: Tensor,
+    v: Tensor,
+    k_slots: Tensor,
+    v_slots: Tensor,
+    block_table: Tensor,
+    request_index: Tensor,
+    positions: Tensor,
+) -> None:
+    """Append where nobody has looked at the values: tokens without a place write nothing.
+
+    Shapes are static and nothing synchronises, so it can be captured. A token without a place
+    repeats the write of the first token that has one, which changes nothing; where none has one,
+    all write back what slot (0, 0) holds.
+    """
+    pages, page_size = k_slots.shape[:2]
+    requests, max_pages = block_table.shape
+    if k.shape[0] == 0 or block_table.numel() == 0:
+        return
+    request, position = request_index.long(), positions.long()
+    block = position.div(page_size, rounding_mode="floor")
+    page = block_table[request.clamp(0, requests - 1), block.clamp(0, max_pages - 1)].long()
+    placed = (request >= 0) & (request < requests) & (block >= 0) & (block < max_pages)
+    placed &= (page >= 0) & (page < pages)
+    tokens = torch.arange(k.shape[0], device=k.device)
+    first = placed.int().argmax()
+    source = torch.where(placed, tokens, first)
+    anyone = placed.any()
+    where = (
+        torch.where(anyone, page[source], 0),
+        torch.where(anyone, position[source] % page_size, 0),
+    )
+    for slots, new in ((k_slots, k), (v_slots, v)):
+        slots.index_put_(where, torch.where(anyone, new[source], slots[where]))
+
+
+Op(
+    "append_paged_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache,"
+    " Tensor block_table, Tensor request_index, Tensor positions, str layout) -> ()",
+    check=_check_append,
+    fake=lambda *_args: None,
+    reference=_append,
+)
+
+_OP_APPEND_PAGED_KV = torch.ops.fusedops.append_paged_kv.default
+
+
+def append_paged_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    request_index: Tensor,
+    positions: Tensor,
+    *,
+    layout: str = "NHD",
+) -> None:
+    """Write the keys and values of new tokens into a paged KV cache, in place.
+
+    A token with a negative position is padding: nothing is written for it on any device. No two
+    tokens of a call may have the same place.
+
+    Args:
+        k, v: (T, Hkv, D), float32, bfloat16 or float16, any strides.
+        k_cache, v_cache: (pages, page_size, Hkv, D) for layout "NHD", (pages, Hkv, page_size, D)
+            for "HND"; dtype of ``k``.
+        block_table: (B, max_pages) int32, the pages of each request in order.
+        request_index: (T,) int32, the row of the block table of each token.
+        positions: (T,) int32 or int64, the token's position in its request.
+        layout: "NHD" or "HND".
+
+    Raises:
+        PositionError: a request index, a position (at most max_pages * page_size - 1) or a page
+            lies outside its table, on the CPU and with nothing written. On a GPU, where looking
+            would synchronise, such a token writes nothing.
+        ShapeError, DTypeError, DeviceError, LayoutError, ConfigError: an argument is not as
+            described.
+        UnsupportedError: an input requires grad while grad mode is on.
+
+    Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with
+    PagedAttention", 2023.
+    """
+    _OP_APPEND_PAGED_KV(k, v, k_cache, v_cache, block_table, request_index, positions, layout)

@@ -1,0 +1,324 @@
+"""Normalisation over the last dimension: RMSNorm, residual add + RMSNorm, LayerNorm.
+
+Rounding points of RMSNorm (statistics are float32 always):
+
+* ``round_before_weight=True`` (Llama, Qwen, Mistral): the normalised value is rounded to the dtype
+  of ``x``, then multiplied by the weight with a second rounding. With a float32 weight under a half
+  precision ``x``, or with a ``weight_offset``, that product is float32 before it is rounded.
+* ``round_before_weight=False`` (Gemma, with ``weight_offset=1.0``): ``weight + weight_offset`` and
+  the product are float32 and the result is rounded once.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusedops.check import (
+    ACTIVATION_DTYPES,
+    describe,
+    require_dim,
+    require_dtype,
+    require_same_device,
+    require_shape,
+)
+from fusedops.errors import DTypeError, LayoutError
+from fusedops.ops.guards import empty_contiguous, require_writable
+from fusedops.ops.op import Op
+
+__all__ = ["fused_add_rms_norm", "fused_add_rms_norm_", "layer_norm", "rms_norm"]
+
+
+def _check_parameter(op: str, name: str, parameter: Tensor, x: Tensor) -> None:
+    if parameter.dim() != 1 or parameter.shape[0] != x.shape[-1]:
+        accepted = [(x.shape[-1],)]
+        require_shape(op, name, parameter, accepted, "one value for each element of x's last dim")
+    if parameter.dtype is not x.dtype and parameter.dtype is not torch.float32:
+        raise DTypeError(
+            f"{op}: {name} is {describe(parameter)} but x is {describe(x)}; accepted dtypes of "
+            f"{name}: that of x, or float32. Cast {name} first."
+        )
+    if parameter.device != x.device:
+        require_same_device(op, "x", x, **{name: parameter})
+
+
+def _check_x(op: str, x: Tensor) -> None:
+    if x.dtype not in ACTIVATION_DTYPES:
+        require_dtype(op, "x", x, ACTIVATION_DTYPES)
+    if x.dim() == 0:
+        require_dim(op, "x", x, 1)
+
+
+def _check_residual(op: str, x: Tensor, residual: Tensor) -> None:
+    if residual.shape != x.shape:
+        require_shape(op, "residual", residual, [tuple(x.shape)], "the shape of x")
+    if residual.dtype is not x.dtype:
+        require_dtype(op, "residual", residual, (x.dtype,))
+    if residual.device != x.device:
+        require_same_device(op, "x", x, residual=residual)
+
+
+@lru_cache(maxsize=64)
+def _scalar(value: float) -> Tensor:
+    """A float32 scalar on the CPU, made once: making it takes a sixth of a one-row norm."""
+    return torch.full((), value, dtype=torch.float32, device="cpu")
+
+
+def _rms_norm(
+    x: Tensor, weight: Tensor, eps: float, weight_offset: float, round_before_weight: bool
+) -> Tensor:
+    wide = x if x.dtype is torch.float32 else x.float()
+    norm = torch.linalg.vector_norm(wide, 2, -1, True)
+    # One fused step for norm^2 / H + eps: at one row every torch call costs more than its work.
+    mean_square = torch.addcmul(
+        _scalar(eps) if x.is_cpu else torch.full((), eps, dtype=torch.float32, device=x.device),
+        norm,
+        norm,
+        value=1.0 / max(x.shape[-1], 1),
+    )
+    y = wide * mean_square.rsqrt_()
+    if x.dtype is torch.float32:
+        y.mul_(weight if weight_offset == 0.0 else weight + weight_offset)
+        return y.contiguous()
+    if round_before_weight:
+        y = y.to(x.dtype)
+        if weight.dtype is x.dtype and weight_offset == 0.0:
+            return y.mul_(weight).contiguous()
+    return (y.float() * (weight.float() + weight_offset)).to(x.dtype).contiguous()
+
+
+def _check_rms_norm(
+    x: Tensor, weight: Tensor, eps: float, weight_offset: float, round_before_weight: bool
+) -> None:
+    _check_x("rms_norm", x)
+    _check_parameter("rms_norm", "weight", weight, x)
+
+
+Op(
+    "rms_norm(Tensor x, Tensor weight, float eps, float weight_offset, bool round_before_weight)"
+    " -> Tensor",
+    check=_check_rms_norm,
+    fake=lambda x, *_rest: empty_contiguous(x),
+    reference=_rms_norm,
+)
+
+
+def _check_fused_add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    weight_offset: float,
+    round_before_weight: bool,
+) -> None:
+    _check_x("fused_add_rms_norm", x)
+    _check_residual("fused_add_rms_norm", x, residual)
+    _check_parameter("fused_add_rms_norm", "weight", weight, x)
+
+
+def _fused_add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    weight_offset: float,
+    round_before_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    total = (x + residual).contiguous()
+    return _rms_norm(total, weight, eps, weight_offset, round_before_weight), total
+
+
+Op(
+    "fused_add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, float weight_offset,"
+    " bool round_before_weight) -> (Tensor, Tensor)",
+    check=_check_fused_add_rms_norm,
+    fake=lambda x, *_rest: (empty_contiguous(x), empty_contiguous(x)),
+    reference=_fused_add_rms_norm,
+)
+
+
+def _check_fused_add_rms_norm_(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    weight_offset: float,
+    round_before_weight: bool,
+) -> None:
+    op = "fused_add_rms_norm_"
+    _check_x(op, x)
+    _check_residual(op, x, residual)
+    _check_parameter(op, "weight", weight, x)
+    require_writable(op, "x", x)
+    require_writable(op, "residual", residual)
+    if x is residual:
+        raise LayoutError(f"{op}: x and residual are one tensor; both are written, so clone one.")
+
+
+def _fused_add_rms_norm_(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    weight_offset: float,
+    round_before_weight: bool,
+) -> None:
+    residual.add_(x)
+    x.copy_(_rms_norm(residual, weight, eps, weight_offset, round_before_weight))
+
+
+Op(
+    "fused_add_rms_norm_(Tensor(a!) x, Tensor(b!) residual, Tensor weight, float eps,"
+    " float weight_offset, bool round_before_weight) -> ()",
+    check=_check_fused_add_rms_norm_,
+    fake=lambda *_args: None,
+    reference=_fused_add_rms_norm_,
+)
+
+
+def _check_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
+    _check_x("layer_norm", x)
+    if weight is not None:
+        _check_parameter("layer_norm", "weight", weight, x)
+    if bias is not None:
+        _check_parameter("layer_norm", "bias", bias, x)
+
+
+def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    shape = (x.shape[-1],)
+    if all(p is None or p.dtype is x.dtype for p in (weight, bias)):
+        return F.layer_norm(x, shape, weight, bias, eps).contiguous()
+    wide = F.layer_norm(
+        x.float(),
+        shape,
+        None if weight is None else weight.float(),
+        None if bias is None else bias.float(),
+        eps,
+    )
+    return wide.to(x.dtype).contiguous()
+
+
+Op(
+    "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor",
+    check=_check_layer_norm,
+    fake=lambda x, *_rest: empty_contiguous(x),
+    reference=_layer_norm,
+)
+
+# Looked up once: the three attribute reads would cost a tenth of a small call.
+_OP_RMS_NORM = torch.ops.fusedops.rms_norm.default
+_OP_FUSED_ADD_RMS_NORM = torch.ops.fusedops.fused_add_rms_norm.default
+_OP_FUSED_ADD_RMS_NORM_ = torch.ops.fusedops.fused_add_rms_norm_.default
+_OP_LAYER_NORM = torch.ops.fusedops.layer_norm.default
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    round_before_weight: bool = True,
+) -> Tensor:
+    """RMSNorm: ``x / sqrt(mean(x^2) + eps) * (weight + weight_offset)`` over the last dimension.
+
+    Statistics are float32. The module's docstring says where values are rounded.
+
+    Args:
+        x: (..., H), float32, bfloat16 or float16, any strides.
+        weight: (H,), dtype of ``x`` or float32.
+        eps: added to the mean square.
+        weight_offset: added to the weight in float32 (Gemma: 1.0).
+        round_before_weight: Llama's rounding order; False keeps float32 to the end (Gemma).
+
+    Returns:
+        a contiguous tensor with the shape and dtype of ``x``.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError: an argument is not as described.
+        UnsupportedError: an input requires grad while grad mode is on.
+
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
+    """
+    y: Tensor = _OP_RMS_NORM(x, weight, eps, weight_offset, round_before_weight)
+    return y
+
+
+def fused_add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    round_before_weight: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Residual add, then RMSNorm of the sum: the step between two blocks of a decoder layer.
+
+    Args:
+        x: (..., H), float32, bfloat16 or float16: a block's output.
+        residual: as ``x``: the residual stream.
+        weight, eps, weight_offset, round_before_weight: as in ``rms_norm``.
+
+    Returns:
+        (y, new_residual): ``new_residual`` is ``x + residual`` rounded to the dtype, ``y`` is
+        ``rms_norm`` of that rounded sum, as a model computes it. Both are contiguous.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError: an argument is not as described.
+        UnsupportedError: an input requires grad while grad mode is on.
+    """
+    y, total = _OP_FUSED_ADD_RMS_NORM(x, residual, weight, eps, weight_offset, round_before_weight)
+    return y, total
+
+
+def fused_add_rms_norm_(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    round_before_weight: bool = True,
+) -> None:
+    """In-place ``fused_add_rms_norm``: ``x`` becomes y, ``residual`` becomes the rounded sum.
+
+    Both may be strided views; only their own elements are written. They must not overlap.
+
+    Args:
+        x, residual, weight, eps, weight_offset, round_before_weight: as in ``fused_add_rms_norm``.
+
+    Raises:
+        LayoutError: x or residual repeats a memory cell (an expanded tensor), or both are one.
+        ShapeError, DTypeError, DeviceError: an argument is not as described.
+        UnsupportedError: an input requires grad while grad mode is on.
+    """
+    _OP_FUSED_ADD_RMS_NORM_(x, residual, weight, eps, weight_offset, round_before_weight)
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    """LayerNorm: ``(x - mean) / sqrt(var + eps) * weight + bias`` over the last dimension.
+
+    Everything is float32 until one rounding at the end; the variance is the biased one.
+
+    Args:
+        x: (..., H), float32, bfloat16 or float16, any strides.
+        weight, bias: (H,), dtype of ``x`` or float32; None means 1 and 0.
+        eps: added to the variance.
+
+    Returns:
+        a contiguous tensor with the shape and dtype of ``x``.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError: an argument is not as described.
+        UnsupportedError: an input requires grad while grad mode is on.
+
+    Source: Ba, Kiros and Hinton, "Layer Normalization", 2016.
+    """
+    y: Tensor = _OP_LAYER_NORM(x, weight, bias, eps)
+    return y

@@ -39,18 +39,24 @@ def rms_normalize(
         sumsq: the rows' sums of squares, float32, shaped like x with a last dimension of 1; None
             computes them.
     """
-    wide = x.to(torch.float32)
+    wide = x if x.dtype is torch.float32 else x.float()
+    eps_tensor = torch.full((), eps, dtype=torch.float32, device=x.device)
+    share = 1.0 / max(x.shape[-1], 1)
+    # Mean square + eps in one step: at one row every torch call costs more than its work.
     if sumsq is None:
-        mean = wide.square().mean(-1, keepdim=True)
+        norm = torch.linalg.vector_norm(wide, 2, -1, True)
+        mean_square = torch.addcmul(eps_tensor, norm, norm, value=share)
     else:
-        mean = sumsq / x.shape[-1]
-    normalized = wide * torch.rsqrt(mean + eps)
-    scale = weight.to(torch.float32)
-    if weight_offset != 0.0:
-        scale = scale + weight_offset
-    if round_before_weight and x.dtype != torch.float32:
-        normalized = normalized.to(x.dtype).to(torch.float32)
-    return (normalized * scale).to(x.dtype)
+        mean_square = torch.add(eps_tensor, sumsq, alpha=share)
+    y = wide * mean_square.rsqrt_()
+    if x.dtype is torch.float32:
+        y.mul_(weight if weight_offset == 0.0 else weight + weight_offset)
+        return y.contiguous()
+    if round_before_weight:
+        y = y.to(x.dtype)
+        if weight.dtype is x.dtype and weight_offset == 0.0:
+            return y.mul_(weight).contiguous()
+    return (y.float() * (weight.float() + weight_offset)).to(x.dtype).contiguous()
 
 
 @dataclass(frozen=True)

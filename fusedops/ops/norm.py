@@ -28,6 +28,7 @@ from fusedops.check import (
 from fusedops.errors import DTypeError, LayoutError
 from fusedops.ops.guards import empty_contiguous, require_writable
 from fusedops.ops.op import Op
+from fusedops.prologue import rms_normalize
 
 __all__ = ["fused_add_rms_norm", "fused_add_rms_norm_", "layer_norm", "rms_norm"]
 
@@ -67,29 +68,6 @@ def _scalar(value: float) -> Tensor:
     return torch.full((), value, dtype=torch.float32, device="cpu")
 
 
-def _rms_norm(
-    x: Tensor, weight: Tensor, eps: float, weight_offset: float, round_before_weight: bool
-) -> Tensor:
-    wide = x if x.dtype is torch.float32 else x.float()
-    norm = torch.linalg.vector_norm(wide, 2, -1, True)
-    # One fused step for norm^2 / H + eps: at one row every torch call costs more than its work.
-    mean_square = torch.addcmul(
-        _scalar(eps) if x.is_cpu else torch.full((), eps, dtype=torch.float32, device=x.device),
-        norm,
-        norm,
-        value=1.0 / max(x.shape[-1], 1),
-    )
-    y = wide * mean_square.rsqrt_()
-    if x.dtype is torch.float32:
-        y.mul_(weight if weight_offset == 0.0 else weight + weight_offset)
-        return y.contiguous()
-    if round_before_weight:
-        y = y.to(x.dtype)
-        if weight.dtype is x.dtype and weight_offset == 0.0:
-            return y.mul_(weight).contiguous()
-    return (y.float() * (weight.float() + weight_offset)).to(x.dtype).contiguous()
-
-
 def _check_rms_norm(
     x: Tensor, weight: Tensor, eps: float, weight_offset: float, round_before_weight: bool
 ) -> None:
@@ -102,7 +80,7 @@ Op(
     " -> Tensor",
     check=_check_rms_norm,
     fake=lambda x, *_rest: empty_contiguous(x),
-    reference=_rms_norm,
+    reference=rms_normalize,
 )
 
 
@@ -128,7 +106,7 @@ def _fused_add_rms_norm(
     round_before_weight: bool,
 ) -> tuple[Tensor, Tensor]:
     total = (x + residual).contiguous()
-    return _rms_norm(total, weight, eps, weight_offset, round_before_weight), total
+    return rms_normalize(total, weight, eps, weight_offset, round_before_weight), total
 
 
 Op(
@@ -167,7 +145,7 @@ def _fused_add_rms_norm_(
     round_before_weight: bool,
 ) -> None:
     residual.add_(x)
-    x.copy_(_rms_norm(residual, weight, eps, weight_offset, round_before_weight))
+    x.copy_(rms_normalize(residual, weight, eps, weight_offset, round_before_weight))
 
 
 Op(

@@ -1,0 +1,202 @@
+#!/usr/bin/env bash
+# Sets up a GPU host that has no network, runs the GPU tests and measures the goals.
+#
+# usage: scripts/gpu.sh --out DIR [--packs DIR] [--what tests,goals] [--shard i/n] [...]
+#        scripts/gpu.sh --status            which GPU tests have no passing record (no GPU needed)
+#        scripts/gpu.sh --merge DIR         add the results of another run's --out to reports/
+#
+#   --packs DIR     packed archives: each folder DIR/NAME with a setup.sh is unpacked into the site
+#                   folder; pure-Python wheels in DIR/wheels are installed beside them
+#   --out DIR       where the results are copied: tests.json, goals.json, goals_rows.json, logs
+#   --what LIST     steps after the setup, of: tests, goals (default tests,goals)
+#   --shard i/n     run the i-th of n parts of the tests; parts add up in reports/<gpu>/tests.json
+#   --only-stale    leave out tests that have a passing record for today's sources
+#   --large         also run the tests marked gpu_large (over 8 GiB of GPU memory each)
+#   --tests PATH    tests to run (default tests/gpu)
+#   --goals LIST    ids or patterns, separated by commas (default: all)
+#   --budget-s S    begin no row of the goals after S seconds
+#   --commit SHA    what to write as the commit where git's folder did not travel
+#   --site DIR      where packages are unpacked (default: fusedops-site in the temporary folder)
+#   --python EXE    interpreter (default python3)
+#   --dry-run       print the steps instead of running them
+#
+# The checkout is not installed: it goes on PYTHONPATH. Exit status: 0 all green, 1 a test failed
+# or a goal that is built was not met, 2 bad input, 3 the setup failed.
+set -euo pipefail
+
+fail() {
+  echo "gpu.sh: $2" >&2
+  exit "$1"
+}
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+packs='' out='' what=tests,goals shard='' only_stale='' large='' tests=tests/gpu goals='' budget=''
+commit='' site="${TMPDIR:-/tmp}/fusedops-site" python=python3 dry_run='' status='' merge=''
+while (($#)); do
+  case $1 in
+    --packs | --out | --what | --shard | --tests | --goals | --budget-s | --commit | --site | \
+      --python | --merge)
+      (($# > 1)) || fail 2 "$1 needs a value"
+      name=${1#--}
+      printf -v "${name%-s}" %s "$2"
+      shift 2
+      ;;
+    --only-stale) only_stale=1 && shift ;;
+    --large) large=1 && shift ;;
+    --dry-run) dry_run=1 && shift ;;
+    --status) status=1 && shift ;;
+    -h | --help)
+      sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
+      exit 0
+      ;;
+    *) fail 2 "unknown option $1; --help lists the options" ;;
+  esac
+done
+for step in ${what//,/ }; do
+  [[ $step == tests || $step == goals ]] || fail 2 "unknown step '$step'; accepted are tests, goals"
+done
+[[ -z $shard || $shard =~ ^[0-9]+/[0-9]+$ ]] || fail 2 "--shard $shard; accepted is i/n, e.g. 2/4"
+
+# Paths that the caller gave are relative to where it stands.
+absolute() {
+  [[ $1 == /* ]] && printf %s "$1" || printf %s "$PWD/$1"
+}
+[[ -z $packs ]] || packs=$(absolute "$packs")
+[[ -z $out ]] || out=$(absolute "$out")
+[[ -z $merge ]] || merge=$(absolute "$merge")
+cd "$root"
+
+run() {
+  if [[ $dry_run ]]; then
+    printf '+%s\n' "$(printf ' %q' "$@")"
+  else
+    "$@"
+  fi
+}
+
+# A sourced file changes this shell, so it cannot go through run.
+load() {
+  if [[ $dry_run ]]; then
+    echo "+ source $1"
+  else
+    set +u
+    # shellcheck disable=SC1090
+    source "$1"
+    set -u
+  fi
+}
+
+export PYTHONUNBUFFERED=1
+[[ -z $commit ]] || export FUSEDOPS_COMMIT=$commit
+
+# Where the GPU's results lie; reports of the reference GPU are shown where there is none.
+reports_of_this_gpu() {
+  PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" "$python" - <<'P'
+import torch
+
+from fusedops.bench.environment import gpu_slug
+
+found = torch.cuda.is_available()
+print("reports/" + gpu_slug(torch.cuda.get_device_name() if found else "NVIDIA H200"))
+P
+}
+
+if [[ $status ]]; then
+  export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+  [[ $dry_run ]] && reports=reports/GPU || reports=$(reports_of_this_gpu)
+  run exec "$python" -m pytest "$tests" -q -p no:cacheprovider -m 'gpu or gpu_large' \
+    --stale "$reports/tests.json"
+  exit 0
+fi
+
+if [[ $merge ]]; then
+  export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+  run exec "$python" -m fusedops.bench.merge "$merge"
+  exit 0
+fi
+
+[[ $out ]] || fail 2 "--out DIR is missing: results of a host that is given back must go somewhere"
+
+# 1. The packages that this host lacks.
+if [[ $packs ]]; then
+  [[ -d $packs || $dry_run ]] || fail 2 "--packs $packs is no folder"
+  for setup in "$packs"/*/setup.sh; do
+    [[ -e $setup ]] || continue
+    run bash "$setup" "$site" || fail 3 "$setup failed"
+  done
+  # FlashInfer's environment loads the plain one too: one of them is enough.
+  for environment in env_flashinfer.sh env.sh; do
+    if [[ -f $site/$environment || $dry_run ]]; then
+      load "$site/$environment"
+      break
+    fi
+  done
+  wheels=("$packs"/wheels/*.whl)
+  if [[ -e ${wheels[0]} ]]; then
+    run "$python" -m pip install -q --no-index --no-deps --no-compile --upgrade \
+      --target "$site/site-packages" "${wheels[@]}" || fail 3 "the wheels could not be installed"
+    [[ :${PYTHONPATH:-}: == *":$site/site-packages:"* ]] ||
+      export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$site/site-packages"
+  fi
+fi
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+
+run mkdir -p "$out"
+[[ $dry_run ]] && reports=reports/GPU || reports=$(reports_of_this_gpu)
+if [[ ! $dry_run ]]; then
+  "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
+    fail 3 "torch sees no CUDA device here"
+fi
+
+# 2. The steps. Each leaves its log and goes on, so that the table at the end is whole.
+logged() {
+  local log=$1 state=0
+  shift
+  if [[ $dry_run ]]; then
+    printf '+%s\n' "$(printf ' %q' "$@")"
+    return 0
+  fi
+  "$@" 2>&1 | tee "$log" || state=${PIPESTATUS[0]}
+  return "$state"
+}
+
+tests_state='not asked for' goals_state='not asked for' red=0
+if [[ ,$what, == *,tests,* ]]; then
+  marks='gpu and not gpu_large'
+  [[ $large ]] && marks='gpu or gpu_large'
+  options=(-q -p no:cacheprovider -m "$marks" --record "$reports/tests.json")
+  [[ $shard ]] && options+=(--shard "$shard")
+  [[ $only_stale ]] && options+=(--only-stale)
+  tests_state=passed
+  logged "$out/tests.log" "$python" -m pytest "$tests" "${options[@]}" || {
+    code=$?
+    # 5: no test belongs to this shard, or none is stale.
+    if ((code != 5)); then tests_state="failed (pytest exit status $code)" red=1; fi
+  }
+fi
+if [[ ,$what, == *,goals,* ]]; then
+  options=(--reports "$reports")
+  [[ $budget ]] && options+=(--budget-s "$budget")
+  patterns=()
+  [[ $goals ]] && IFS=, read -ra patterns <<<"$goals"
+  goals_state=met
+  logged "$out/goals.log" "$python" scripts/goals.py ${patterns[@]+"${patterns[@]}"} \
+    "${options[@]}" || goals_state='not all met' red=1
+fi
+
+# 3. Results, and one short table last.
+for name in tests.json goals.json goals_rows.json; do
+  if [[ -f $reports/$name || $dry_run ]]; then
+    run cp "$reports/$name" "$out/$name"
+  fi
+done
+[[ $dry_run ]] && exit 0
+last_line() {
+  [[ -f $1 ]] && grep -E "$2" "$1" | tail -n 1 || true
+}
+echo
+printf '%-8s %s\n' step result
+printf '%-8s %s\n' tests "$tests_state $(last_line "$out/tests.log" 'GPU tests recorded')"
+printf '%-8s %s\n' goals "$goals_state"
+printf '%-8s %s\n' results "$out"
+exit "$red"

@@ -18,6 +18,7 @@ from fusedops.errors import (
     UnsupportedError,
 )
 from fusedops.gemm import explain, explain_problem, gemm
+from fusedops.nn.convert import convert
 from fusedops.ops.activation import act_and_mul
 from fusedops.ops.attention import paged_attention
 from fusedops.ops.embedding import embedding
@@ -59,6 +60,7 @@ __all__ = [
     "act_and_mul",
     "append_paged_kv",
     "bincount",
+    "convert",
     "dequantize",
     "embedding",
     "expert_histogram",

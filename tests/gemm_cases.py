@@ -37,6 +37,8 @@ CHAINS = (
     "scale(x_scale,m)|scale(w_scale,n)|bias|act(silu)|residual",
     "bias|gate|residual",
     "bias|act(gelu)|tap(mid,f32)|residual|row_stat(sumsq,4)",
+    "residual|row_stat(sumsq,132)",
+    "gate|tap|row_stat(absmax,132)",
 )
 """Chains that every provider is tested on, each with a float output."""
 

@@ -103,7 +103,8 @@ def assert_near_cpu(got: Tensor, expected: Tensor) -> None:
         return
     assert torch.equal(got.cpu().isnan(), expected.isnan())
     got, expected = got.nan_to_num(), expected.nan_to_num()
-    limit, floor = (16.0, 0.1) if got.dtype == torch.float32 else (2.0, 2.0**-6)
+    # The inputs are of size 1, and some results are small differences of terms of that size.
+    limit, floor = (8.0, 1.0) if got.dtype == torch.float32 else (2.0, 2.0**-6)
     assert oracles.ulps_off(got, oracles.floats(expected), floor=floor) <= limit
 
 

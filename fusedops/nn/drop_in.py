@@ -1,0 +1,180 @@
+"""Fused blocks that stand in a Hugging Face model and keep its checkpoint's names.
+
+A fused block holds its weights packed. Its ``state_dict()`` nevertheless has the keys and the exact
+tensors of the block that it replaced, and ``load_state_dict()`` packs them again: a checkpoint
+written by a converted model loads into a plain one and the other way round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from fusedops.nn.linear import FusedGatedMLP, FusedMLP
+from fusedops.packing import unpack_gate_up
+
+__all__ = ["DropInGatedMLP", "DropInMLP"]
+
+
+class _KeepsNames(nn.Module):
+    """Translates between the packed parameters and the tensors under their original names."""
+
+    def original_tensors(self) -> dict[str, Tensor]:
+        """Every tensor of the block that was replaced, by its name there, in its order."""
+        raise NotImplementedError
+
+    def packed(self, tensors: Mapping[str, Tensor]) -> Self:
+        """A block like this one that holds ``tensors``, named as ``original_tensors`` does."""
+        raise NotImplementedError
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        for name, tensor in self.original_tensors().items():
+            destination[prefix + name] = tensor if keep_vars else tensor.detach()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        for hook in self._load_state_dict_pre_hooks.values():
+            hook(
+                state_dict,
+                prefix,
+                local_metadata,
+                strict,
+                missing_keys,
+                unexpected_keys,
+                error_msgs,
+            )
+        current = self.original_tensors()
+        given: dict[str, Tensor] = {}
+        for name, tensor in current.items():
+            key = prefix + name
+            if key not in state_dict:
+                missing_keys += [key] if strict else []
+            elif state_dict[key].shape != tensor.shape:
+                error_msgs.append(
+                    f"size mismatch for {key}: the checkpoint has "
+                    f"{tuple(state_dict[key].shape)}, the model {tuple(tensor.shape)}."
+                )
+            else:
+                given[name] = state_dict[key]
+        unexpected_keys += [
+            key
+            for key in state_dict
+            if strict and key.startswith(prefix) and key.removeprefix(prefix) not in current
+        ]
+        if not given:
+            return
+        assign = local_metadata.get("assign_to_params_buffers", False)
+        loaded = dict(self.packed({**current, **given}).named_parameters())
+        with torch.no_grad():
+            for name, parameter in list(self.named_parameters()):
+                if assign:
+                    setattr(self, name, loaded[name])
+                else:
+                    parameter.copy_(loaded[name])
+
+
+class DropInGatedMLP(_KeepsNames, FusedGatedMLP):
+    """``FusedGatedMLP`` in the place of a model's own gated MLP.
+
+    Attributes:
+        halves: the replaced layers' names: (gate, up), or (gate_up,) where one layer held both.
+        down_name: the name of the layer behind them.
+        biased: the names of those layers that have a bias.
+    """
+
+    halves: tuple[str, ...] = ("gate_proj", "up_proj")
+    down_name: str = "down_proj"
+    biased: frozenset[str] = frozenset()
+
+    @classmethod
+    def from_tensors(
+        cls, tensors: Mapping[str, Tensor], halves: Sequence[str], down: str, act: str
+    ) -> Self:
+        """Pack ``<layer>.weight`` and ``<layer>.bias`` of the layers ``halves`` and ``down``."""
+
+        weights: Sequence[Tensor] = [tensors[f"{name}.weight"] for name in halves]
+        biases: Sequence[Tensor | None] = [tensors.get(f"{name}.bias") for name in halves]
+        if len(halves) == 1:
+            weights = weights[0].chunk(2)
+            biases = (None, None) if biases[0] is None else biases[0].chunk(2)
+        (gate, up), (gate_bias, up_bias) = weights, biases
+        module = cls.from_weights(
+            gate,
+            up,
+            tensors[f"{down}.weight"],
+            act,
+            gate_bias,
+            up_bias,
+            tensors.get(f"{down}.bias"),
+        )
+        module.halves, module.down_name = tuple(halves), down
+        module.biased = frozenset(
+            name for name in (*halves, down) if tensors.get(f"{name}.bias") is not None
+        )
+        return module
+
+    def packed(self, tensors: Mapping[str, Tensor]) -> Self:
+        return self.from_tensors(tensors, self.halves, self.down_name, self.act)
+
+    def original_tensors(self) -> dict[str, Tensor]:
+        gate, up, down = self.unpacked()
+        weights = [*self._as_stored(gate, up), down]
+        biases: list[Tensor | None] = [None] * len(self.halves)
+        if self.gate_up_bias is not None:
+            biases = [*self._as_stored(*unpack_gate_up(self.gate_up_bias, self.intermediate))]
+        biases.append(self.down_bias)
+        found: dict[str, Tensor] = {}
+        for name, weight, bias in zip((*self.halves, self.down_name), weights, biases, strict=True):
+            found[f"{name}.weight"] = weight
+            if bias is not None and name in self.biased:
+                found[f"{name}.bias"] = bias
+        return found
+
+    def _as_stored(self, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
+        return (gate, up) if len(self.halves) == 2 else (torch.cat((gate, up)),)
+
+
+class DropInMLP(_KeepsNames, FusedMLP):
+    """``FusedMLP`` in the place of a model's own MLP whose layers are called ``layers``."""
+
+    layers: tuple[str, str] = ("up_proj", "down_proj")
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], layers: tuple[str, str], act: str) -> Self:
+        """Take over ``<layer>.weight`` and ``<layer>.bias`` of the two layers."""
+        up, down = layers
+        module = cls.from_weights(
+            tensors[f"{up}.weight"],
+            tensors[f"{down}.weight"],
+            act,
+            tensors.get(f"{up}.bias"),
+            tensors.get(f"{down}.bias"),
+        )
+        module.layers = layers
+        return module
+
+    def packed(self, tensors: Mapping[str, Tensor]) -> Self:
+        return self.from_tensors(tensors, self.layers, self.act)
+
+    def original_tensors(self) -> dict[str, Tensor]:
+        up, down = self.layers
+        named = {
+            f"{up}.weight": self.up,
+            f"{up}.bias": self.up_bias,
+            f"{down}.weight": self.down,
+            f"{down}.bias": self.down_bias,
+        }
+        return {name: tensor for name, tensor in named.items() if tensor is not None}

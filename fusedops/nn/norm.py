@@ -1,0 +1,73 @@
+"""RMSNorm, alone or with the residual added in the same kernel, and LayerNorm."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fusedops.nn.base import frozen
+from fusedops.ops.norm import fused_add_rms_norm, layer_norm, rms_norm
+
+__all__ = ["LayerNorm", "RMSNorm"]
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension; parameter ``weight`` (hidden,), frozen.
+
+    ``round_before_weight`` and ``weight_offset`` choose the model's rounding order, see
+    ``fusedops.rms_norm``.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        eps: float = 1e-6,
+        weight_offset: float = 0.0,
+        round_before_weight: bool = True,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.eps, self.weight_offset = eps, weight_offset
+        self.round_before_weight = round_before_weight
+        self.weight = frozen(torch.ones(hidden, dtype=dtype, device=device))
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """norm(x), or with ``residual`` the pair (norm(x + residual), x + residual)."""
+        offset, order = self.weight_offset, self.round_before_weight
+        if residual is None:
+            return rms_norm(
+                x, self.weight, self.eps, weight_offset=offset, round_before_weight=order
+            )
+        return fused_add_rms_norm(
+            x, residual, self.weight, self.eps, weight_offset=offset, round_before_weight=order
+        )
+
+    def extra_repr(self) -> str:
+        """Width and constants, for ``print(model)``."""
+        return f"{self.weight.numel()}, eps={self.eps}, weight_offset={self.weight_offset}"
+
+
+class LayerNorm(nn.LayerNorm):
+    """Layer norm over the last dimension: ``nn.LayerNorm`` through ``fusedops.layer_norm``.
+
+    Parameters: ``weight`` and ``bias`` (hidden,), or None; frozen.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(hidden, eps, elementwise_affine, bias, device=device, dtype=dtype)
+        self.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """norm(x), of the shape and dtype of x."""
+        return layer_norm(x, self.weight, self.bias, self.eps)

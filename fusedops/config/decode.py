@@ -1,0 +1,146 @@
+"""Tile configurations of the decode kernel (``fusedops/cutlass/sm90_decode.py``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from fusedops.config.files import SHARED_BYTES, choose_tile, load_tiles
+from fusedops.errors import ConfigError
+from fusedops.problem import GemmProblem
+
+__all__ = [
+    "DECODE_BUCKETS",
+    "DecodeConfig",
+    "DecodeTile",
+    "choose_decode",
+    "decode_tiles",
+    "m_bucket",
+]
+
+DECODE_BUCKETS = (8, 16, 32, 64)
+"""Padded M of the decode kernels: the wgmma N they are compiled for."""
+
+_WGMMA_ROWS = 64
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """A tiling of the decode kernel.
+
+    Attributes:
+        rows: weight rows (output columns) of a tile, a multiple of 16 up to 256.
+        k: columns of K in a stage, a multiple of 64.
+        stages: TMA stages of the ring.
+        split: CTAs that share a tile's K, 1 or 2 (a cluster).
+        m_pad: padded M, the wgmma N: 8, 16, 32 or 64.
+        trigger: the producer allows the next kernel to start once it has at most this many k-tiles
+            left to load; -1 does so at once.
+    """
+
+    rows: int
+    k: int
+    stages: int
+    split: int
+    m_pad: int
+    trigger: int = -1
+
+    @property
+    def warpgroups(self) -> int:
+        """Consumer warpgroups: each multiplies 64 weight rows."""
+        return -(-self.rows // _WGMMA_ROWS)
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA: the consumers and one producer warp."""
+        return self.warpgroups * 128 + 32
+
+
+@dataclass(frozen=True)
+class DecodeTile:
+    """A named tiling of the decode kernel, see ``cutlass_configs/sm90.toml``."""
+
+    name: str
+    rows: int
+    k: int
+    split: int
+    trigger: int
+
+    def stages(self, m_pad: int, element_bytes: int) -> int:
+        """TMA stages that fit beside the reduction buffer, the statistics and the barriers."""
+        warps = -(-self.rows // 64) * 4
+        exchange = (self.split - 1) * warps * 32 * (m_pad // 4) * 4
+        statistics = 2 * (warps + 1) * m_pad * 4
+        stage = (self.rows + m_pad) * self.k * element_bytes + 16
+        return min(24, (SHARED_BYTES - exchange - statistics - 2048) // stage)
+
+    def config(self, m: int, element_bytes: int) -> DecodeConfig:
+        """The compiled configuration that serves ``m`` rows."""
+        bucket = m_bucket(m)
+        stages = self.stages(bucket, element_bytes)
+        return DecodeConfig(self.rows, self.k, stages, self.split, bucket, self.trigger)
+
+    def clusters(self, n: int, sm_count: int) -> int:
+        """Clusters to launch: as few as give every one of them the same number of tiles."""
+        tiles = -(-n // self.rows)
+        waves = -(-tiles // (sm_count // self.split))
+        return -(-tiles // waves)
+
+    def legal(self, problem: GemmProblem) -> str | None:
+        """Why the tiling cannot serve ``problem``, or None if it can."""
+        if self.rows % 16 or not 16 <= self.rows <= 256:
+            # Gate/up blocks are 16 rows; besides, CuTe DSL 4.8 aborts on an odd number of 8 rows.
+            return f"rows={self.rows} is no multiple of 16 up to 256"
+        k_tiles = -(-problem.spec.k // self.k)
+        if k_tiles < self.split:
+            return f"K={problem.spec.k} has fewer k-tiles than CTAs that share them"
+        if self.stages(m_bucket(problem.m), problem.x_dtype.itemsize) < 3:
+            return "fewer than 3 stages fit the shared memory"
+        for node in problem.spec.epilogue:
+            parts = getattr(node, "parts", None)
+            if parts is not None and parts < self.clusters(problem.spec.n, problem.sm_count):
+                return f"{node} has too few parts for one a cluster"
+        return None
+
+    def predicted_us(self, problem: GemmProblem) -> float:
+        """Time by the analytic model: the busiest SM's bytes over an SM's share of the bandwidth.
+
+        The weight comes from memory at 4.5 TB/s over all SMs; x comes from L2, about three times as
+        fast; a kernel's own cost is about 1 us, and a split adds its exchange.
+        """
+        spec = problem.spec
+        element = problem.x_dtype.itemsize
+        clusters = self.clusters(spec.n, problem.sm_count)
+        tiles = -(-spec.n // self.rows)
+        waves = -(-tiles // clusters)
+        k = -(-spec.k // self.split)
+        weight = waves * self.rows * k * element
+        x = waves * m_bucket(problem.m) * k * element
+        per_sm_bytes_us = 4.5e6 / problem.sm_count
+        # Short k-tiles cost more barrier round trips for the same bytes.
+        stage_bytes = self.rows * self.k * element
+        latency = 0.02 * waves * k / self.k * max(0.0, 1.0 - stage_bytes / 16384)
+        return (weight + x / 3) / per_sm_bytes_us + 1.0 + 0.3 * (self.split - 1) * waves + latency
+
+
+def m_bucket(m: int) -> int:
+    """The padded M that serves ``m`` rows; ConfigError beyond the largest bucket."""
+    for bucket in DECODE_BUCKETS:
+        if m <= bucket:
+            return bucket
+    raise ConfigError(f"M={m}: the decode kernel serves at most {DECODE_BUCKETS[-1]} rows.")
+
+
+@cache
+def decode_tiles() -> tuple[DecodeTile, ...]:
+    """Every named decode tiling, in the file's order; ConfigError if the file is malformed."""
+    return load_tiles("decode", DecodeTile)
+
+
+def choose_decode(problem: GemmProblem, gpu: str) -> DecodeTile:
+    """The tiling for a problem with M <= 64: measured, else predicted fastest.
+
+    Raises:
+        ConfigError: no named tiling is legal; the message lists why.
+    """
+    return choose_tile("decode", decode_tiles(), problem, gpu)

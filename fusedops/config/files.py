@@ -1,0 +1,124 @@
+"""Where tile configurations and measured choices are kept, and the one rule by which one is chosen.
+
+The choice is the measured one of ``cutlass_configs/tuned/<gpu>.json`` where there is one, else the
+analytic model's; both are deterministic, so two processes never disagree.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from fusedops.errors import ConfigError
+from fusedops.problem import GemmProblem
+
+__all__ = ["SHARED_BYTES", "NamedTile", "choose_tile", "load_tiles", "tuned_choices", "tuning_key"]
+
+SHARED_BYTES = 227 * 1024
+"""Shared memory that a CTA can have (CUDA C++ Programming Guide, compute capability 9.0)."""
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_DECODE_M = (8, 16, 32, 64)
+
+
+class NamedTile(Protocol):
+    """A named tile configuration of one kernel family."""
+
+    @property
+    def name(self) -> str:
+        """Its name in ``cutlass_configs``."""
+        ...
+
+    def legal(self, problem: GemmProblem) -> str | None:
+        """Why it cannot serve ``problem``, or None if it can."""
+        ...
+
+    def predicted_us(self, problem: GemmProblem) -> float:
+        """Time by the analytic model."""
+        ...
+
+
+Tile = TypeVar("Tile", bound=NamedTile)
+
+
+def _folder() -> Path:
+    """``cutlass_configs``: inside the installed package, or beside it in a checkout."""
+    for candidate in (_PACKAGE / "cutlass_configs", _PACKAGE.parent / "cutlass_configs"):
+        if (candidate / "sm90.toml").is_file():
+            return candidate
+    raise ConfigError(
+        f"cutlass_configs/sm90.toml lies neither in {_PACKAGE} nor beside it; install fusedops "
+        "from its wheel, or run it from a complete checkout."
+    )
+
+
+def load_tiles(family: str, make: Callable[..., Tile]) -> tuple[Tile, ...]:
+    """Every named tile of a kernel family for sm_90a, in the file's order.
+
+    Args:
+        family: the table's name in ``sm90.toml``.
+        make: called with the name and the values of each entry.
+
+    Raises:
+        ConfigError: the file is malformed.
+    """
+    path = _folder() / "sm90.toml"
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tuple(make(name, **values) for name, values in table[family].items())
+    except (tomllib.TOMLDecodeError, KeyError, TypeError, ConfigError) as error:
+        raise ConfigError(f"{path.name} is malformed: {error}") from error
+
+
+@cache
+def tuned_choices(gpu: str) -> dict[str, Any]:
+    """Measured choices for a GPU by problem key; empty where none were committed."""
+    path = _folder() / "tuned" / f"{gpu}.json"
+    if not path.is_file():
+        return {}
+    loaded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["choices"]
+    return loaded
+
+
+def _m_key(m: int) -> int:
+    """The M that a measured choice is filed under: the decode buckets, then 2^i and 3 * 2^i."""
+    for bucket in _DECODE_M:
+        if m <= bucket:
+            return bucket
+    bucket = 128
+    while bucket < m and bucket < 16384:
+        bucket *= 2
+    return bucket * 3 // 4 if m <= bucket * 3 // 4 else bucket
+
+
+def tuning_key(problem: GemmProblem) -> str:
+    """What a measured choice is filed under: sizes, M bucket, dtype and whether columns pair."""
+    spec = problem.spec
+    gated = "gated" if spec.out_n != spec.n else "plain"
+    dtype = str(problem.x_dtype).removeprefix("torch.")
+    return f"n{spec.n} k{spec.k} m{_m_key(problem.m)} {dtype} {gated}"
+
+
+def choose_tile(family: str, tiles: Sequence[Tile], problem: GemmProblem, gpu: str) -> Tile:
+    """The tile of a family for a problem: measured, else predicted fastest.
+
+    Raises:
+        ConfigError: no tile is legal; the message lists why.
+    """
+    reasons = {tile.name: tile.legal(problem) for tile in tiles}
+    legal = [tile for tile in tiles if reasons[tile.name] is None]
+    if not legal:
+        by_reason: dict[str | None, list[str]] = {}
+        for name, reason in reasons.items():
+            by_reason.setdefault(reason, []).append(name)
+        lines = "; ".join(f"{', '.join(names)}: {why}" for why, names in by_reason.items())
+        raise ConfigError(f"no {family} configuration fits {problem.spec}: {lines}")
+    tuned = tuned_choices(gpu).get(tuning_key(problem))
+    for tile in legal:
+        if tuned is not None and tile.name == tuned["config"]:
+            return tile
+    return min(legal, key=lambda tile: (tile.predicted_us(problem), tile.name))

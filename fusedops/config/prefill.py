@@ -1,0 +1,224 @@
+"""Tile configurations of the prefill kernel (``fusedops/cutlass/sm90_prefill.py``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from fusedops.config.files import SHARED_BYTES, choose_tile, load_tiles
+from fusedops.errors import ConfigError
+from fusedops.problem import GemmProblem
+
+__all__ = [
+    "K_TILE",
+    "PrefillConfig",
+    "PrefillTile",
+    "choose_prefill",
+    "prefill_tiles",
+    "store_columns",
+]
+
+K_TILE = 64
+"""Columns of K in a stage: one 128-byte swizzled row of a 16-bit type."""
+
+STORE_BUFFERS = 2
+"""Staging buffers of a warpgroup: one is stored while the next is filled."""
+
+CONSUMERS = 2
+"""Consumer warpgroups of a CTA."""
+
+_MODES = ("cooperative", "pingpong")
+_WGMMA_ROWS = 64
+# 128 x 192 a warpgroup is the largest accumulator that leaves registers for an epilogue.
+_MAX_ACCUMULATORS = 192
+
+# Constants of the analytic model, for an H200; see PrefillTile.predicted_us.
+_TENSOR_FLOPS_PER_US = 800e6
+_MEMORY_BYTES_PER_US = 4.5e6
+_L2_BYTES_PER_US = 7.0e6
+_SHARED_BYTES_PER_CYCLE = 118
+_LAUNCH_US = 3.0
+
+
+def store_columns(out_columns: int, element_bytes: int) -> int:
+    """Columns of a staged sub-tile of the result: at most 128 bytes, and it divides the tile."""
+    for width_bytes in (128, 64, 32, 16):
+        columns = width_bytes // element_bytes
+        if out_columns % columns == 0:
+            return columns
+    raise ConfigError(f"a tile of {out_columns} result columns has no whole 16-byte units.")
+
+
+@dataclass(frozen=True)
+class PrefillConfig:
+    """A tiling of the prefill kernel.
+
+    Attributes:
+        tile_m: rows of x of a tile, a multiple of 64 (of 128 when cooperative).
+        tile_n: rows of the weight of a tile, a multiple of 32, at most 256.
+        stages: TMA stages of the ring.
+        cluster_m, cluster_n: CTAs of a cluster along M (they share the weight tile) and N (they
+            share the x tile); at most two together.
+        pingpong: each warpgroup has a tile of its own; otherwise two warpgroups share one.
+        group: tiles of a cluster along M that are walked before the next column of tiles.
+    """
+
+    tile_m: int
+    tile_n: int
+    stages: int
+    cluster_m: int
+    cluster_n: int
+    pingpong: bool
+    group: int
+
+    @property
+    def cluster(self) -> int:
+        """CTAs of a cluster."""
+        return self.cluster_m * self.cluster_n
+
+    @property
+    def sharing(self) -> int:
+        """Warpgroups that share a tile."""
+        return 1 if self.pingpong else CONSUMERS
+
+    @property
+    def blocks(self) -> int:
+        """64-row blocks of a tile that one warpgroup holds."""
+        return self.tile_m // (_WGMMA_ROWS * self.sharing)
+
+    @property
+    def accumulators(self) -> int:
+        """float32 accumulators of a thread."""
+        return self.blocks * self.tile_n // 2
+
+    @property
+    def consumer_registers(self) -> int:
+        """Registers of a consumer thread: what 384 threads of 168 leave beside the producer's."""
+        return 240 if self.accumulators > 128 else 232
+
+    @property
+    def producer_registers(self) -> int:
+        """Registers of a producer thread; two consumer warpgroups and one producer make 504."""
+        return 504 - CONSUMERS * self.consumer_registers
+
+
+@dataclass(frozen=True)
+class PrefillTile:
+    """A named tiling of the prefill kernel, see ``cutlass_configs/sm90.toml``."""
+
+    name: str
+    tile_m: int
+    tile_n: int
+    cluster_m: int
+    cluster_n: int
+    mode: str
+    group: int
+
+    def __post_init__(self) -> None:
+        if self.mode not in _MODES:
+            raise ConfigError(f"{self.name}: mode {self.mode!r}; accepted: {', '.join(_MODES)}.")
+        rows = _WGMMA_ROWS * (1 if self.mode == "pingpong" else CONSUMERS)
+        if self.tile_m % rows or self.tile_m < rows:
+            raise ConfigError(f"{self.name}: tile_m={self.tile_m} is no multiple of {rows}.")
+        if self.tile_n % 32 or not 32 <= self.tile_n <= 256:
+            raise ConfigError(f"{self.name}: tile_n={self.tile_n}; accepted: 32, 64 ... 256.")
+        if self.cluster_m * self.cluster_n not in (1, 2):
+            raise ConfigError(f"{self.name}: a cluster has one or two CTAs.")
+        if self.config(2, 2, self.tile_n).accumulators > _MAX_ACCUMULATORS:
+            raise ConfigError(f"{self.name}: more than {_MAX_ACCUMULATORS} accumulators a thread.")
+
+    def stages(self, element_bytes: int, out_bytes: int, out_columns: int) -> int:
+        """TMA stages that fit beside the staging buffers and the barriers."""
+        width_bytes = store_columns(out_columns, out_bytes) * out_bytes
+        staging = CONSUMERS * STORE_BUFFERS * _WGMMA_ROWS * width_bytes
+        stage = (self.tile_m + self.tile_n) * K_TILE * element_bytes
+        return min(8, (SHARED_BYTES - staging - 2048) // stage)
+
+    def config(self, element_bytes: int, out_bytes: int, out_columns: int) -> PrefillConfig:
+        """The compiled configuration for an x, and a result whose tile has ``out_columns``."""
+        return PrefillConfig(
+            self.tile_m,
+            self.tile_n,
+            self.stages(element_bytes, out_bytes, out_columns),
+            self.cluster_m,
+            self.cluster_n,
+            self.mode == "pingpong",
+            self.group,
+        )
+
+    def out_columns(self, problem: GemmProblem) -> int:
+        """Columns of the result that a tile gives."""
+        return self.tile_n * problem.spec.out_n // problem.spec.n
+
+    def problem_config(self, problem: GemmProblem) -> PrefillConfig:
+        """The compiled configuration that serves ``problem``."""
+        out_bytes = problem.spec.out_dtype.itemsize
+        return self.config(problem.x_dtype.itemsize, out_bytes, self.out_columns(problem))
+
+    def cluster_tiles(self, m: int, n: int) -> int:
+        """Tiles of a whole cluster that cover an (M, N) accumulator."""
+        rows, columns = self.tile_m * self.cluster_m, self.tile_n * self.cluster_n
+        return -(-m // rows) * -(-n // columns)
+
+    def clusters(self, m: int, n: int, sm_count: int) -> int:
+        """Clusters to launch: one CTA an SM, and no cluster without a tile."""
+        capacity = sm_count // (self.cluster_m * self.cluster_n)
+        return min(capacity, self.cluster_tiles(m, n))
+
+    def legal(self, problem: GemmProblem) -> str | None:
+        """Why the tiling cannot serve ``problem``, or None if it can."""
+        spec = problem.spec
+        if spec.out_n not in (spec.n, spec.n // 2):
+            return "the chain changes the number of columns other than by one gate"
+        if self.problem_config(problem).stages < 3:
+            return "fewer than 3 stages fit the shared memory"
+        if problem.sm_count < self.cluster_m * self.cluster_n:
+            return f"a cluster needs more SMs than {problem.sm_count}"
+        columns = self.out_columns(problem)
+        for node in spec.epilogue:
+            parts = getattr(node, "parts", None)
+            needed = -(-spec.n // self.tile_n)
+            if parts is not None and parts < needed:
+                return f"{node} has too few parts for one a tile of {self.tile_n} columns"
+            if columns % node.group_columns():
+                return f"{node} needs whole groups of {node.group_columns()} columns in a tile"
+        return None
+
+    def predicted_us(self, problem: GemmProblem) -> float:
+        """Time by the analytic model: the larger of memory traffic and the busiest CTA's tiles.
+
+        A tile takes the longest of its wgmma time (which shared memory bounds for small N: a
+        64 x N x 16 instruction reads 2048 + 32 N bytes in N / 2 cycles), and its loads through L2.
+        The epilogue runs beside the other warpgroup's main loop in ping-pong mode, else after it.
+        """
+        spec = problem.spec
+        element = problem.x_dtype.itemsize
+        cluster = self.cluster_m * self.cluster_n
+        sms = max(1, problem.sm_count)
+        waves = -(-self.cluster_tiles(problem.m, spec.n) // max(1, sms // cluster))
+        rate = min(1.0, _SHARED_BYTES_PER_CYCLE / (4096 / self.tile_n + 64))
+        wgmma_us = 2 * self.tile_m * self.tile_n * spec.k / (_TENSOR_FLOPS_PER_US / sms * rate)
+        loaded = (self.tile_m / self.cluster_n + self.tile_n / self.cluster_m) * spec.k * element
+        main_us = max(wgmma_us, loaded / (_L2_BYTES_PER_US / sms))
+        # About 4 bytes a cycle and thread at 1.6 GHz through the chain, staging and the store.
+        epilogue_us = self.tile_m * self.tile_n / (2 * 128) / 100
+        if self.mode == "pingpong":
+            tiles_us = max(waves * main_us + 2 * epilogue_us, waves * epilogue_us)
+        else:
+            tiles_us = waves * (main_us + epilogue_us)
+        return max(tiles_us, problem.minimum_bytes / _MEMORY_BYTES_PER_US) + _LAUNCH_US
+
+
+@cache
+def prefill_tiles() -> tuple[PrefillTile, ...]:
+    """Every named prefill tiling, in the file's order; ConfigError if the file is malformed."""
+    return load_tiles("prefill", PrefillTile)
+
+
+def choose_prefill(problem: GemmProblem, gpu: str) -> PrefillTile:
+    """The prefill tiling for a problem with any M > 0: measured, else predicted fastest.
+
+    Raises:
+        ConfigError: no named tiling is legal; the message lists why.
+    """
+    return choose_tile("prefill", prefill_tiles(), problem, gpu)

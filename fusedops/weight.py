@@ -12,7 +12,7 @@ from fusedops.epilogue.base import FLOAT_DTYPES, Context, Operand
 from fusedops.epilogue.spec import SpecItem
 from fusedops.errors import ConfigError, DTypeError, LayoutError, ShapeError
 
-__all__ = ["Dense", "WeightFormat"]
+__all__ = ["Dense", "WeightFormat", "float_product"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,23 @@ class WeightFormat(SpecItem):
     def accumulate(self, x: Tensor, weight: Tensor, context: Context) -> Tensor:
         """x (M, K) times the weight, transposed: the float32 accumulator (M, N)."""
         raise NotImplementedError
+
+
+_NARROW_BATCH = 192
+
+
+def float_product(x: Tensor, weight: Tensor) -> Tensor:
+    """``x @ weight.T`` in float32: (M, K) and (N, K) give (M, N).
+
+    On a CPU, MKL's sgemm loses up to 40 % on 2 to 8 rows against a wide weight (2 cores, AVX-512:
+    M=4, N=49152, K=576 took 11.2 ms, as a batch of 192-row products 6.8 ms).
+    """
+    rows, n = x.shape[0], weight.shape[0]
+    if x.is_cuda or not 2 <= rows <= 8 or n % _NARROW_BATCH or n < 5 * _NARROW_BATCH:
+        return torch.mm(x, weight.t())
+    batch = weight.unflatten(0, (-1, _NARROW_BATCH))
+    product: Tensor = torch.matmul(x, batch.transpose(1, 2))
+    return product.transpose(0, 1).reshape(rows, n)
 
 
 DENSE_DTYPES = (*FLOAT_DTYPES, torch.float8_e4m3fn, torch.int8)
@@ -74,5 +91,5 @@ class Dense(WeightFormat):
             # Products of int8 summed over K <= 2^38 stay exact in float64, not in float32.
             return torch.mm(x.double(), weight.double().t()).float()
         if weight.dtype == torch.float32:
-            return torch.mm(x, weight.t())
-        return torch.mm(x.float(), weight.float().t())
+            return float_product(x, weight)
+        return float_product(x.float(), weight.float())

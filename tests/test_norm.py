@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fusedops.errors import DeviceError, DTypeError, LayoutError, ShapeError, UnsupportedError
+from fusedops.ops import norm
 from fusedops.ops.norm import fused_add_rms_norm, fused_add_rms_norm_, layer_norm, rms_norm
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -65,6 +66,17 @@ def test_rms_norm_in_llama_order(dtype: torch.dtype, shape: tuple[int, ...]) -> 
     assert_follows(rms_norm(x, weight, 1e-5, weight_offset=0.5), x, weight, 1e-5, 0.5)
     wide = near_one(shape[-1])
     assert_follows(rms_norm(x, wide, 1e-5), x, wide, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("shape", [(1, 576), (7,), (2, 5, 130), (33, 4096)])
+def test_the_gpu_form_of_llama_order(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x, weight = normal(*shape, dtype=dtype), near_one(shape[-1], dtype)
+    assert_follows(norm._rms_norm_in_two_kernels(x, weight, 1e-5), x, weight, 1e-5)
+    strided = normal(6, 2 * shape[-1], dtype=dtype)[:, : shape[-1]]
+    y = norm._rms_norm_in_two_kernels(strided, weight, 1e-5)
+    assert y.is_contiguous()
+    assert_follows(y, strided, weight, 1e-5)
 
 
 def test_rms_norm_in_float32_is_the_same_in_both_orders() -> None:

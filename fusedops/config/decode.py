@@ -100,6 +100,8 @@ class DecodeTile:
             parts = getattr(node, "parts", None)
             if parts is not None and parts < self.clusters(problem.spec.n, problem.sm_count):
                 return f"{node} has too few parts for one a cluster"
+            if node.group_columns() > 1:
+                return f"{node}: no tile of the decode kernel holds whole groups"
         return None
 
     def predicted_us(self, problem: GemmProblem) -> float:

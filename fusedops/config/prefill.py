@@ -34,7 +34,7 @@ _MAX_ACCUMULATORS = 192
 
 # Constants of the analytic model, for an H200; see PrefillTile.predicted_us.
 _TENSOR_FLOPS_PER_US = 800e6
-_MEMORY_BYTES_PER_US = 4.5e6
+_MEMORY_BYTES_PER_US = 4.0e6
 _L2_BYTES_PER_US = 7.0e6
 _SHARED_BYTES_PER_CYCLE = 118
 _LAUNCH_US = 3.0

@@ -5,9 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from cutlass import BFloat16, Float16, Float32, Int32, Numeric, Uint8, Uint16, cute
+from cutlass import BFloat16, Float16, Float32, Int32, Numeric, Uint8, Uint16, cute, select_
 
-__all__ = ["CUTE_DTYPES", "STORAGE_DTYPES", "DslMath", "round_to", "storage_value"]
+__all__ = [
+    "CUTE_DTYPES",
+    "STORAGE_DTYPES",
+    "DslMath",
+    "packed_pair",
+    "round_to",
+    "storage_value",
+    "store_pair",
+]
 
 CUTE_DTYPES: dict[torch.dtype, type[Numeric]] = {
     torch.float32: Float32,
@@ -40,7 +48,8 @@ class DslMath:
         return _ptx("rcp.rn.f32 {$w0}, {$r0};", Float32, value)
 
     def fast_reciprocal(self, value: Any) -> Any:
-        return _ptx("rcp.approx.f32 {$w0}, {$r0};", Float32, value)
+        # Without .ftz three more instructions guard results below the smallest normal number.
+        return _ptx("rcp.approx.ftz.f32 {$w0}, {$r0};", Float32, value)
 
     def maximum(self, left: Any, right: Any) -> Any:
         # max.NaN (PTX ISA, "max") keeps a NaN; the plain form drops it.
@@ -48,6 +57,9 @@ class DslMath:
 
     def absolute(self, value: Any) -> Any:
         return _ptx("abs.f32 {$w0}, {$r0};", Float32, value)
+
+    def where(self, condition: Any, value: Any, otherwise: Any) -> Any:
+        return select_(condition, Float32(value), Float32(otherwise))
 
 
 def _ptx(code: str, result: type[Numeric], *args: Any) -> Any:
@@ -68,6 +80,38 @@ def storage_value(value: Any, dtype: torch.dtype) -> Any:
         clamped = DslMath().maximum(value, -127.0)
         return Uint8(_ptx("cvt.rni.sat.s8.f32 {$w0}, {$r0};", Int32, clamped))
     return value.to(CUTE_DTYPES[dtype])
+
+
+def packed_pair(low: Any, high: Any, dtype: torch.dtype) -> Any:
+    """Two float32 values rounded to an 8- or 16-bit ``dtype`` in one register, ``low`` first.
+
+    Rounds as ``storage_value`` does. Returns a Uint16 for an 8-bit dtype, else an Int32.
+    """
+    if dtype == torch.float8_e4m3fn:
+        return _ptx("cvt.rn.satfinite.e4m3x2.f32 {$w0}, {$r1}, {$r0};", Uint16, low, high)
+    if dtype == torch.int8:
+        first, second = storage_value(low, dtype), storage_value(high, dtype)
+        return Uint16(first) | (Uint16(second) << 8)
+    name = {torch.bfloat16: "bf16x2", torch.float16: "f16x2"}[dtype]
+    return _ptx(f"cvt.rn.{name}.f32 {{$w0}}, {{$r1}}, {{$r0}};", Int32, low, high)
+
+
+def store_pair(
+    address: Any, low: Any, high: Any, dtype: torch.dtype, inside: Any = None, space: str = "global"
+) -> None:
+    """Round two float32 values to ``dtype`` and store them at a byte address, as one access.
+
+    Args:
+        address: aligned to the pair; an Int64, of shared memory an Int32.
+        inside: only where this holds; None: always.
+        space: ``global`` or ``shared``.
+    """
+    if dtype == torch.float32:
+        code, values = "v2.f32 [{$r0}], {{$r1}, {$r2}}", [Float32(low), Float32(high)]
+    else:
+        width = 16 * dtype.itemsize
+        code, values = f"b{width} [{{$r0}}], {{$r1}}", [packed_pair(low, high, dtype)]
+    cute.arch.inline_ptx(f"st.{space}.{code};", read_only_args=[address, *values], predicate=inside)
 
 
 def round_to(value: Any, dtype: torch.dtype) -> Any:

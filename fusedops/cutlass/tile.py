@@ -11,14 +11,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from cutlass import Float32, Int32, cute, select_
+from cutlass import Float32, Int32, Int64, cute, select_
 
-from fusedops.cutlass.math import DslMath, round_to, storage_value
+from fusedops.cutlass.math import DslMath, round_to, storage_value, store_pair
 from fusedops.epilogue.base import Node, Operand
 from fusedops.epilogue.chain import Epilogue
 from fusedops.epilogue.emit import KernelMath
 
-__all__ = ["ChainEmission", "Coordinates", "RowReducer", "ThreadTile", "halves_columns"]
+__all__ = [
+    "ChainEmission",
+    "Coordinates",
+    "GroupMaximum",
+    "RowReducer",
+    "ThreadTile",
+    "halves_columns",
+]
 
 Slot = tuple[int, int]
 LoadedOperands = dict[str, tuple[str, dict[Any, Any]]]
@@ -33,6 +40,11 @@ _OPERAND_KEY: dict[str, Callable[[int, int], Any]] = {
 
 RowReducer = Callable[[str, dict[int, Any], str], None]
 """``(output, value per m slot, "sum" or "max")``: finishes a row statistic across threads."""
+
+GroupMaximum = Callable[[Any], Any]
+"""The largest of a value over the threads that hold a row, NaN if one is."""
+
+EVERY_AXIS = frozenset(_OPERAND_KEY)
 
 
 def halves_columns(node: Node) -> bool:
@@ -83,19 +95,24 @@ class ChainEmission:
         operands: cute tensors by operand name: scalar (1,), m (M,), n (N,), mn (M, N).
         outputs: cute tensors of the extra outputs by name.
         out_dtype: dtype of the main result.
+        paired: n slots come in twos of neighbouring columns, the first even, and operands along n
+            may be read two elements at a time: even widths, addresses and row pitches of whole
+            pairs.
     """
 
     epilogue: Epilogue
     operands: Mapping[str, Any]
     outputs: Mapping[str, Any]
     out_dtype: torch.dtype
+    paired: bool = False
 
-    def load(self, coordinates: Coordinates) -> LoadedOperands:
-        """Read every operand value that this thread will need, ahead of their use."""
+    def load(self, coordinates: Coordinates, axes: frozenset[str] = EVERY_AXIS) -> LoadedOperands:
+        """Read every operand value along ``axes`` that this thread will need, ahead of use."""
         loaded: LoadedOperands = {}
         for node in self.epilogue:
             for operand in node.operands():
-                loaded[operand.name] = (operand.axis, self._load(operand, coordinates))
+                if operand.axis in axes:
+                    loaded[operand.name] = (operand.axis, self._load(operand, coordinates))
             if halves_columns(node):
                 coordinates = coordinates.halved()
         return loaded
@@ -103,6 +120,8 @@ class ChainEmission:
     def _load(self, operand: Operand, at: Coordinates) -> dict[Any, Any]:
         tensor = self.operands[operand.name]
         m = [min_int(c, at.m_limit - 1) for c in at.m] if operand.axis in ("m", "mn") else []
+        if self.paired and operand.axis in ("n", "mn"):
+            return self._load_pairs(tensor, operand.axis, m, at)
         n = [min_int(c, at.n_limit - 1) for c in at.n] if operand.axis in ("n", "mn") else []
         match operand.axis:
             case "scalar":
@@ -118,15 +137,37 @@ class ChainEmission:
                     for j, b in enumerate(n)
                 }
 
+    def _load_pairs(self, tensor: Any, axis: str, m: list[Any], at: Coordinates) -> dict[Any, Any]:
+        loaded: dict[Any, Any] = {}
+        columns = {j: min_int(at.n[j], at.n_limit - 2) for j in range(0, len(at.n), 2)}
+        if axis == "n":
+            for j, column in columns.items():
+                loaded[j], loaded[j + 1] = _pair_at(tensor, 0, column)
+            return loaded
+        for i, row in enumerate(m):
+            start = tensor.layout((row, 0))
+            for j, column in columns.items():
+                loaded[i, j], loaded[i, j + 1] = _pair_at(tensor, start, column)
+        return loaded
+
     def run(
         self,
         values: dict[Slot, Any],
         coordinates: Coordinates,
         loaded: LoadedOperands,
         reducer: RowReducer,
+        group_maximum: GroupMaximum | None = None,
     ) -> ThreadTile:
-        """Trace the chain over a thread's accumulators."""
-        tile = ThreadTile(values, coordinates, self, loaded, reducer)
+        """Trace the chain over a thread's accumulators.
+
+        Args:
+            values: the accumulators by slot.
+            coordinates: where they lie.
+            loaded: the operands' values, from ``load``.
+            reducer: finishes row statistics.
+            group_maximum: joins a row's threads; None where the tile holds no whole groups.
+        """
+        tile = ThreadTile(values, coordinates, self, loaded, reducer, group_maximum)
         for node in self.epilogue:
             tile = node.emit(tile)  # type: ignore[assignment]
         return tile
@@ -144,15 +185,24 @@ class ThreadTile:
         emission: ChainEmission,
         loaded: LoadedOperands,
         reducer: RowReducer,
+        group_maximum: GroupMaximum | None = None,
     ) -> None:
         self.values = values
         self.coordinates = coordinates
         self._emission = emission
         self._loaded = loaded
         self._reducer = reducer
+        self._group_maximum = group_maximum
 
-    def _with(self, values: dict[Slot, Any]) -> ThreadTile:
-        return ThreadTile(values, self.coordinates, self._emission, self._loaded, self._reducer)
+    def _with(self, values: dict[Slot, Any], coordinates: Coordinates | None = None) -> ThreadTile:
+        return ThreadTile(
+            values,
+            coordinates or self.coordinates,
+            self._emission,
+            self._loaded,
+            self._reducer,
+            self._group_maximum,
+        )
 
     def map(self, function: Callable[[Any], Any]) -> ThreadTile:
         return self._with({slot: function(value) for slot, value in self.values.items()})
@@ -164,7 +214,9 @@ class ThreadTile:
         prepare: Callable[[Any], Any] | None = None,
     ) -> ThreadTile:
         axis, raw = self._loaded[operand]
-        ready = raw if prepare is None else {key: prepare(value) for key, value in raw.items()}
+        ready = {key: value.to(Float32) for key, value in raw.items()}
+        if prepare is not None:
+            ready = {key: prepare(value) for key, value in ready.items()}
         return self._with(
             {
                 (i, j): function(value, ready[_OPERAND_KEY[axis](i, j)])
@@ -179,7 +231,20 @@ class ThreadTile:
             for i in range(len(at.m))
             for j, (gate, up) in enumerate(at.pairs)
         }
-        return ThreadTile(values, at.halved(), self._emission, self._loaded, self._reducer)
+        return self._with(values, at.halved())
+
+    def part(self, first: int, count: int) -> ThreadTile:
+        """The tile of ``count`` n slots from ``first`` on."""
+        at = self.coordinates
+        if first == 0 and count == len(at.n):
+            return self
+        values = {
+            (i, j - first): value
+            for (i, j), value in self.values.items()
+            if first <= j < first + count
+        }
+        n = at.n[first : first + count]
+        return self._with(values, Coordinates(at.m, n, (), at.m_limit, at.n_limit))
 
     def write(self, output: str, dtype: torch.dtype | None) -> None:
         self.store(self._emission.outputs[output], dtype or self._emission.out_dtype)
@@ -187,6 +252,14 @@ class ThreadTile:
     def store(self, tensor: Any, dtype: torch.dtype) -> None:
         """Round to ``dtype`` and store every value inside the result to an (M, N) tensor."""
         at = self.coordinates
+        if self._emission.paired:
+            for i, row in enumerate(at.m):
+                start = tensor.layout((row, 0))
+                for j in range(0, len(at.n), 2):
+                    inside = (row < at.m_limit) & (at.n[j] < at.n_limit)
+                    address = _address(tensor, start, at.n[j])
+                    store_pair(address, self.values[i, j], self.values[i, j + 1], dtype, inside)
+            return
         for (i, j), value in self.values.items():
             inside = (at.m[i] < at.m_limit) & (at.n[j] < at.n_limit)
             _store_if(inside, tensor, at.m[i], at.n[j], storage_value(value, dtype))
@@ -206,6 +279,42 @@ class ThreadTile:
             else:
                 rows[i] = self.math.maximum(rows[i], term)
         self._reducer(output, rows, combine)
+
+    def scale_groups(self, output: str, columns: int, scale: Callable[[Any], Any]) -> ThreadTile:
+        at = self.coordinates
+        if self._group_maximum is None:
+            raise NotImplementedError(f"this tile holds no whole groups of {columns} columns")
+        largest: dict[int, Any] = {}
+        for (i, j), value in self.values.items():
+            # Columns beyond the result hold whatever the operands' last column made of zeros.
+            magnitude = select_(at.n[j] < at.n_limit, self.math.absolute(value), Float32(0.0))
+            largest[i] = self.math.maximum(largest[i], magnitude) if i in largest else magnitude
+        scales = {i: scale(self._group_maximum(value)) for i, value in largest.items()}
+        # The lane with a row's first column writes the scale.
+        group, first = at.n[0] // columns, at.n[0] % columns
+        for i, value in scales.items():
+            inside = (first == 0) & (at.m[i] < at.m_limit) & (at.n[0] < at.n_limit)
+            _store_if(inside, self._emission.outputs[output], group, at.m[i], value)
+        inverse = {i: self.math.reciprocal(value) for i, value in scales.items()}
+        return self._with({(i, j): value * inverse[i] for (i, j), value in self.values.items()})
+
+
+def _pair_at(tensor: Any, start: Any, column: Any) -> tuple[Any, Any]:
+    """Two neighbours of the row at element ``start``, by one load; as stored, in one register."""
+    pointer = cute.make_ptr(
+        tensor.element_type,
+        _address(tensor, start, column),
+        cute.AddressSpace.gmem,
+        assumed_align=2 * tensor.element_type.width // 8,
+    )
+    pair = cute.make_tensor(pointer, cute.make_layout(2)).load()
+    return pair[0], pair[1]
+
+
+def _address(tensor: Any, start: Any, column: Any) -> Any:
+    """Byte address of a column of the row at element ``start``: one multiply-add from the row's."""
+    row = (tensor.iterator + start).toint()
+    return row + Int64(column) * (tensor.element_type.width // 8)
 
 
 @cute.jit

@@ -173,6 +173,10 @@ class Node(SpecItem):
         """Columns after this node, given ``n`` before it; ShapeError where ``n`` does not fit."""
         return n
 
+    def group_columns(self) -> int:
+        """Columns whose values the node needs together; a kernel's tile holds whole groups."""
+        return 1
+
     def result_dtype(self) -> torch.dtype | None:
         """The dtype this node forces on the main result, or None."""
         return None

@@ -48,6 +48,10 @@ class KernelMath(Protocol):
         """The magnitude."""
         ...
 
+    def where(self, condition: Any, value: Value, otherwise: Value) -> Value:
+        """``value`` where the condition holds, else ``otherwise``; both are evaluated."""
+        ...
+
 
 class KernelTile(Protocol):
     """The values of an (M, N) tile that one thread holds, with their coordinates."""
@@ -79,5 +83,16 @@ class KernelTile(Protocol):
         """Reduce ``function`` of the values, rounded to the result's dtype, over the columns.
 
         ``combine`` is ``sum`` or ``max``; the partial results go to the extra output.
+        """
+        ...
+
+    def scale_groups(
+        self, output: str, columns: int, scale: Callable[[Value], Value]
+    ) -> KernelTile:
+        """Divide every group of ``columns`` columns of a row by a scale of its own.
+
+        ``scale`` makes it of the group's largest magnitude (NaN if a value is); values are
+        multiplied by its reciprocal. Scales go to the extra output at (group, row). Only tiles
+        that hold whole groups can, see ``Node.group_columns``.
         """
         ...

@@ -18,7 +18,7 @@ from fusedops.epilogue.base import (
     rounding_bound,
     to_dtype,
 )
-from fusedops.epilogue.emit import KernelTile
+from fusedops.epilogue.emit import KernelTile, Value
 from fusedops.epilogue.nodes import scale_axis
 from fusedops.epilogue.spec import dtype_from_name
 from fusedops.errors import ConfigError
@@ -114,9 +114,18 @@ class Quantize(Node):
             context.outputs.append(stored.copy_(group_scale(value, self.largest)))
         return value * self._scale(value, context).reciprocal()
 
+    def group_columns(self) -> int:
+        return GROUP if self.mode == "group128" else 1
+
     def emit(self, tile: KernelTile) -> KernelTile:
+        math = tile.math
+
+        def scale(absmax: Value) -> Value:
+            # As in ``group_scale``; the maximum keeps a NaN.
+            return math.where(absmax == 0.0, 1.0, math.maximum(absmax / self.largest, _MIN_SCALE))
+
         if self.mode == "group128":
-            raise NotImplementedError("1x128 groups need a tile that holds whole groups")
+            return tile.scale_groups("out_scale", GROUP, scale)
         return tile.combine(
             "out_scale", lambda value, inverse: value * inverse, prepare=tile.math.reciprocal
         )

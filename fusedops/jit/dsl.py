@@ -24,7 +24,14 @@ from fusedops.jit.key import KernelKey, distribution_versions
 from fusedops.jit.sources import Sources
 from fusedops.jit.store import Store, default_store
 
-__all__ = ["DslProgram", "LoadedKernel", "compile_dsl", "dsl_kernel", "dsl_key"]
+__all__ = [
+    "DslProgram",
+    "LoadedKernel",
+    "compile_dsl",
+    "dsl_kernel",
+    "dsl_key",
+    "missing_wheels",
+]
 
 OBJECT = "kernel.o"
 ENTRY_POINT = "kernel"
@@ -63,6 +70,20 @@ def dsl_key(program: DslProgram, arch: str) -> KernelKey:
         toolchain=versions,
         flags=_FLAGS,
     )
+
+
+@functools.cache
+def missing_wheels(prebuilt: bool) -> str:
+    """Why kernels of the DSL cannot be had in this process, or an empty string.
+
+    Args:
+        prebuilt: folders of prebuilt kernels are configured, so that compiling may not be needed.
+    """
+    if importlib.util.find_spec("tvm_ffi_orcjit") is None:
+        return f"loading a kernel needs apache-tvm-ffi-orcjit, which is absent; {_INSTALL}"
+    if not prebuilt and importlib.util.find_spec("cutlass") is None:
+        return f"compiling a kernel needs nvidia-cutlass-dsl, which is absent; {_INSTALL}"
+    return ""
 
 
 def compile_dsl(program: DslProgram, arch: str, folder: Path) -> dict[str, str]:

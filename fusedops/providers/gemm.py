@@ -15,7 +15,8 @@ from fusedops.errors import ShapeError
 from fusedops.problem import GemmProblem, GemmSpec
 from fusedops.prologue import NO_PROLOGUE
 from fusedops.providers.base import SUPPORTED, Support, not_applicable, unsupported
-from fusedops.weight import Dense
+from fusedops.providers.epilogue_torch import finish
+from fusedops.weight import Dense, float_product
 
 __all__ = [
     "GEMM_PROVIDERS",
@@ -91,6 +92,8 @@ def _direct_form(problem: GemmProblem) -> DirectForm | None:
     n = spec.n
     match spec.epilogue.nodes:
         case ():
+            if problem.x_dtype == torch.float32:
+                return "float32 product", lambda x, w, _: float_product(x, w)
             return "torch.mm", lambda x, w, _: torch.mm(x, w.t())
         case (Bias(),):
             return "F.linear with a bias", lambda x, w, t: F.linear(x, w, _row(t[0], n))
@@ -164,7 +167,8 @@ class CublasProvider:
     """torch's matrix product (cuBLAS) on CUDA, then the rest of the chain in float32.
 
     Where cuBLAS itself can do the whole chain with one rounding (``_direct_form``) it does;
-    otherwise the product is written in float32, so that the one-rounding contract holds.
+    otherwise the product is written in float32, so that the one-rounding contract holds, and the
+    chain follows in as few kernels as torch offers (``epilogue_torch.finish``).
     """
 
     name = "cublas"
@@ -197,7 +201,7 @@ class CublasProvider:
                 accumulator = torch.mm(rows, w.t())
             else:
                 accumulator = torch.mm(rows, w.t(), out_dtype=torch.float32)
-            main = spec.epilogue.reference(accumulator, context)
+            main = finish(spec.epilogue, accumulator, context)
             return deliver(spec, x, [main, *context.outputs], out)
 
         return run

@@ -19,10 +19,10 @@ __all__ = ["LAYERS"]
 
 COVERS = (
     "fusedops/gemm.py",
-    "fusedops/config.py",
+    "fusedops/config",
     "fusedops/cutlass",
     "fusedops/epilogue",
-    "fusedops/providers/cutlass.py",
+    "fusedops/providers/cutlass*.py",
     "cutlass_configs",
 )
 MINE = "fusedops"

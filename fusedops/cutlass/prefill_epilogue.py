@@ -1,0 +1,259 @@
+"""The epilogue of the prefill kernel: a warpgroup's accumulators through the chain to memory.
+
+A thread holds too many accumulators to treat them at once, so the chain runs over steps of a few
+columns: operands of the next step are read while one is computed, and its results go to the
+staging buffer at once. Operands along N and the residual come by direct loads of neighbouring
+pairs; a row's lanes are neighbours, so a pair of loads uses whole sectors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, cute
+from cutlass.cute.nvgpu import cpasync
+
+from fusedops.config.prefill import PrefillConfig
+from fusedops.cutlass.math import DslMath
+from fusedops.cutlass.staging import ROWS, Staging
+from fusedops.cutlass.tile import ChainEmission, Coordinates, Slot, ThreadTile, halves_columns
+
+__all__ = ["PrefillEpilogue", "TilePlace"]
+
+_JOIN = {"sum": lambda left, right: left + right, "max": DslMath().maximum}
+_STEP_COLUMNS = 32
+_FIXED_AXES = frozenset({"scalar", "m"})
+_MOVING_AXES = frozenset({"n", "mn"})
+
+
+@dataclass(frozen=True)
+class TilePlace:
+    """Where a warpgroup's tile lies, all run-time Int32.
+
+    Attributes:
+        tile_m, tile_n: index of the tile along M and N.
+        block: index of the warpgroup's first 64-row block in the tile.
+        m, n: sizes of the accumulator.
+        thread: index in the warpgroup.
+        warpgroup: index of the consumer warpgroup.
+    """
+
+    tile_m: Any
+    tile_n: Any
+    block: Any
+    m: Any
+    n: Any
+    thread: Any
+    warpgroup: Any
+
+
+@dataclass(frozen=True)
+class PrefillEpilogue:
+    """The chain of one kernel on the fragments of its tiles.
+
+    Attributes:
+        config: the tiling.
+        emission: the chain on the kernel's tensors.
+        staging: the way of the main result to memory.
+        bulk: whether it leaves by bulk tensor stores.
+        s_out: the staging buffers; ``out``: the result; ``atom``: the store's copy atom if bulk.
+    """
+
+    config: PrefillConfig
+    emission: ChainEmission
+    staging: Staging
+    bulk: bool
+    s_out: Any
+    out: Any
+    atom: Any
+
+    @property
+    def halving(self) -> int:
+        """Accumulator columns for one column of the result."""
+        return 2 if any(halves_columns(node) for node in self.emission.epilogue) else 1
+
+    @property
+    def step_columns(self) -> int:
+        """Accumulator columns that go through the chain at a time."""
+        groups = max([node.group_columns() for node in self.emission.epilogue], default=1)
+        return max(_STEP_COLUMNS, groups * self.halving)
+
+    @property
+    def stores(self) -> int:
+        """Staging buffers that a tile fills."""
+        columns = self.config.tile_n // self.halving
+        return self.config.blocks * (columns // self.staging.columns)
+
+    def coordinates(self, place: TilePlace, block: int, step: int) -> Coordinates:
+        """Of a thread's accumulators in one step of a 64-row block."""
+        config, thread = self.config, place.thread
+        row = place.tile_m * config.tile_m + (place.block + block * config.sharing) * ROWS
+        row += (thread // 32) * 16 + (thread % 32) // 4
+        column = place.tile_n * config.tile_n + step * self.step_columns + 2 * (thread % 4)
+        groups = self.step_columns // 8
+        pairs = tuple(
+            (4 * b + parity, 4 * b + 2 + parity) for b in range(groups // 2) for parity in range(2)
+        )
+        n = tuple(column + 8 * group + parity for group in range(groups) for parity in range(2))
+        return Coordinates((row, row + 8), n, pairs, place.m, place.n)
+
+    def first_operands(self, place: TilePlace) -> dict[str, Any]:
+        """What the first step reads, to be loaded while the last products are still running."""
+        return self.emission.load(self.coordinates(place, 0, 0))
+
+    def run(self, acc: Any, place: TilePlace, loaded: dict[str, Any], first_buffer: Any) -> None:
+        """Trace the epilogue of a tile.
+
+        Args:
+            acc: the accumulators.
+            place: the tile.
+            loaded: from ``first_operands``.
+            first_buffer: staging buffer of the warpgroup to fill first.
+        """
+        steps = self.config.tile_n // self.step_columns
+        filled = 0
+        for block in range(self.config.blocks):
+            statistics: dict[str, tuple[str, dict[int, Any]]] = {}
+
+            def add(
+                output: str,
+                by_slot: dict[int, Any],
+                combine: str,
+                totals: dict[str, tuple[str, dict[int, Any]]] = statistics,
+            ) -> None:
+                if output in totals:
+                    before = totals[output][1]
+                    by_slot = {i: _JOIN[combine](before[i], v) for i, v in by_slot.items()}
+                totals[output] = (combine, by_slot)
+
+            if block > 0:
+                loaded = self.emission.load(self.coordinates(place, block, 0))
+            fixed = {name: v for name, v in loaded.items() if v[0] in _FIXED_AXES}
+            for step in range(steps):
+                at = self.coordinates(place, block, step)
+                if step > 0 and not self.emission.paired:
+                    # Element by element they would fill too many registers ahead of use.
+                    loaded = {**fixed, **self.emission.load(at, _MOVING_AXES)}
+                following: dict[str, Any] = {}
+                if step + 1 < steps and self.emission.paired:
+                    ahead = self.coordinates(place, block, step + 1)
+                    following = self.emission.load(ahead, _MOVING_AXES)
+                tile = self.emission.run(
+                    self._values(acc, block, step), at, loaded, add, _row_maximum
+                )
+                filled = self._stage(tile, place, first_buffer, filled, block, step)
+                loaded = {**fixed, **following}
+                # Keeps later steps' loads behind this step: the compiler would hoist them all.
+                cute.arch.sync_warp()
+            for output, (combine, totals) in statistics.items():
+                self._write_statistic(output, combine, totals, place, block)
+
+    def _values(self, acc: Any, block: int, step: int) -> dict[Slot, Any]:
+        groups = self.step_columns // 8
+        base = block * (self.config.tile_n // 2) + 4 * groups * step
+        return {
+            (half, 2 * group + parity): acc[base + 4 * group + 2 * half + parity]
+            for group in range(groups)
+            for half in range(2)
+            for parity in range(2)
+        }
+
+    def _stage(
+        self,
+        tile: ThreadTile,
+        place: TilePlace,
+        first_buffer: Any,
+        filled: int,
+        block: int,
+        step: int,
+    ) -> int:
+        """Write a step's results; store every buffer that they fill."""
+        staging = self.staging
+        columns = self.step_columns // self.halving
+        base = Int32(self.s_out.iterator.toint())
+        for start in range(0, columns, staging.columns):
+            width = min(columns - start, staging.columns)
+            within = (step * columns + start) % staging.columns
+            buffer = place.warpgroup * staging.buffers + (first_buffer + filled) % staging.buffers
+            staging.write(
+                tile.part(start // 4, width // 4),
+                staging.buffer_address(base, buffer),
+                place.thread,
+                within,
+            )
+            if within + width == staging.columns:
+                staging.publish(place.thread, place.warpgroup, self.bulk)
+                self._store(place, buffer, block, (step * columns + start) // staging.columns)
+                filled += 1
+        return filled
+
+    def _store(self, place: TilePlace, buffer: Any, block: int, chunk: int) -> None:
+        config, staging = self.config, self.staging
+        blocks_m = config.tile_m // ROWS
+        row_block = place.tile_m * blocks_m + place.block + block * config.sharing
+        chunks = config.tile_n // self.halving // staging.columns
+        column_chunk = place.tile_n * chunks + chunk
+        if self.bulk:
+            g_out = cute.local_tile(self.out, (ROWS, staging.columns), (None, None))
+            source, target = cpasync.tma_partition(
+                self.atom,
+                0,
+                cute.make_layout(1),
+                cute.group_modes(self.s_out, 0, 2),
+                cute.group_modes(g_out, 0, 2),
+            )
+            _bulk_store(
+                self.atom,
+                source[(None, buffer)],
+                target[(None, row_block, column_chunk)],
+                place.thread,
+            )
+        else:
+            staging.copy(
+                self.s_out[(None, None, buffer)],
+                self.out,
+                place.thread,
+                row_block * ROWS,
+                column_chunk * staging.columns,
+                place.n // self.halving,
+            )
+
+    def _write_statistic(
+        self, output: str, combine: str, totals: dict[int, Any], place: TilePlace, block: int
+    ) -> None:
+        at = self.coordinates(place, block, 0)
+        parts = self.emission.outputs[output]
+        tiles = cute.ceil_div(place.n, self.config.tile_n)
+        for slot, value in totals.items():
+            for offset in (1, 2):
+                value = _JOIN[combine](value, cute.arch.shuffle_sync_bfly(value, offset))
+            mine = (place.thread % 4 == 0) & (at.m[slot] < place.m) & (place.tile_n < tiles)
+            _write_part(parts, place.tile_n, at.m[slot], value, tiles, mine)
+
+
+def _row_maximum(value: Any) -> Any:
+    """Over the four lanes of a row."""
+    for offset in (1, 2):
+        value = DslMath().maximum(value, cute.arch.shuffle_sync_bfly(value, offset))
+    return value
+
+
+@cute.jit
+def _bulk_store(atom: cute.CopyAtom, source: Any, target: Any, thread: Int32) -> None:
+    if thread < 32:
+        cute.copy(atom, source, target)
+        cute.arch.cp_async_bulk_commit_group()
+
+
+@cute.jit
+def _write_part(
+    parts: cute.Tensor, part: Int32, row: Int32, value: Float32, tiles: Int32, mine: Any
+) -> None:
+    """Write a row's partial statistic; the first tile's owner zeroes the parts without a tile."""
+    if mine:
+        parts[part, row] = value
+        if part == 0:
+            for unused in cutlass.range(tiles, cute.size(parts, mode=[0]), unroll=1):
+                parts[unused, row] = Float32(0.0)

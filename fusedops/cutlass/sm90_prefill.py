@@ -1,0 +1,394 @@
+"""GEMM for many rows on sm_90a: persistent, warp-specialised, epilogue beside the main loop.
+
+``out = epilogue(x w^T)``, rows of x on wgmma's row side. A CTA an SM walks its tiles in a fixed
+order (``raster``). One warp loads x and w through a ring of TMA stages, across tile boundaries; two
+warpgroups multiply, with most of the SM's registers moved to them. Cooperative: both share a tile,
+64-row blocks in turn. Ping-pong: each has a tile of its own, and their main loops take turns, so
+that one's epilogue runs beside the other's products. The CTAs of a cluster share the tile they have
+in common: each loads half of it and the bulk copy writes it to both.
+
+Order. ``ring`` has the protocol of the stages, ``staging`` that of the result's buffers, each of
+which belongs to one warpgroup. In ping-pong mode the warpgroups take the CTA's tiles alternately,
+so each skips the other's iterations of the ring. The named barrier ``ORDER + g`` lets warpgroup g
+into its main loop: it takes 128 arrivals of the other, given when that one has issued its last
+product (and once at the start, for warpgroup 0), and the 128 of g itself. A warpgroup gives one
+arrival a tile and takes one a tile, and gives the next only after it has taken the other's, so no
+barrier ever has two of them. One may be left over at the end, where nobody waits for it.
+
+With programmatic dependent launch the ring fills with weights before ``griddepcontrol.wait``;
+everything that an earlier kernel may have written is read, and anything written, after it.
+
+Sources: PTX ISA, "wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg", "griddepcontrol".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import torch
+from cutlass import Float32, Int32, Int64, const_expr, cute
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.runtime import make_fake_stream
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import hopper_helpers as sm90
+
+from fusedops.config.prefill import (
+    CONSUMERS,
+    K_TILE,
+    STORE_BUFFERS,
+    PrefillConfig,
+    store_columns,
+)
+from fusedops.cutlass.arguments import chain_tensors, fake_tensor
+from fusedops.cutlass.mainloop import multiply
+from fusedops.cutlass.math import CUTE_DTYPES, STORAGE_DTYPES
+from fusedops.cutlass.prefill_epilogue import PrefillEpilogue, TilePlace
+from fusedops.cutlass.raster import Raster
+from fusedops.cutlass.ring import Ring, load, load_atom, partition
+from fusedops.cutlass.staging import ROWS, Staging
+from fusedops.cutlass.tile import ChainEmission, halves_columns
+from fusedops.epilogue.chain import Epilogue
+
+__all__ = ["PrefillGemm", "prefill_arguments"]
+
+WARPGROUP = 128
+THREADS = (CONSUMERS + 1) * WARPGROUP
+ORDER = 1 + CONSUMERS
+"""First of the named barriers that order the main loops; 1 and 2 are the staging buffers'."""
+
+
+class PrefillGemm:
+    """The kernel of one configuration, epilogue and dtype; M, N, K and strides are dynamic.
+
+    Args:
+        aligned: the result, and what the chain reads along N, have addresses and row pitches that
+            are multiples of 16 bytes, and widths that are multiples of 8: results leave by bulk
+            tensor stores and operands are read in pairs.
+    """
+
+    def __init__(
+        self,
+        config: PrefillConfig,
+        epilogue: Epilogue,
+        dtype: torch.dtype,
+        out_dtype: torch.dtype,
+        aligned: bool,
+        pdl: bool = True,
+    ) -> None:
+        self.config, self.epilogue, self.aligned, self.pdl = config, epilogue, aligned, pdl
+        self.dtype, self.out_dtype = dtype, out_dtype
+        self.element = CUTE_DTYPES[dtype]
+        self.operand_names = [operand.name for operand in epilogue.operands]
+        self.output_names = [output.name for output, _ in epilogue.extra_outputs(1 << 20)]
+        halving = 2 if any(halves_columns(node) for node in epilogue) else 1
+        columns = store_columns(config.tile_n // halving, out_dtype.itemsize)
+        self.staging = Staging(out_dtype, columns, STORE_BUFFERS, CONSUMERS)
+        self.ring = Ring(config.stages, 4 * config.sharing, config.cluster)
+        self.raster = Raster(
+            config.tile_m, config.tile_n, config.cluster_m, config.cluster_n, config.group
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,
+        w: cute.Tensor,
+        out: cute.Tensor,
+        tensors: Any,
+        clusters: Int32,
+        stream: Any,
+    ) -> None:
+        """Launch on ``clusters`` clusters, or on as many as there are tiles if those are fewer.
+
+        Args:
+            x: (M, K), w: (N, K), rows of stride 1, pitch a multiple of 16 bytes; out: (M, N').
+            tensors: operands, then extra outputs, in the chain's order; ``(out,)`` for none.
+        """
+        cfg = self.config
+        row_major = LayoutEnum.ROW_MAJOR
+        tiled_mma = sm90.make_trivial_tiled_mma(
+            self.element,
+            self.element,
+            OperandMajorMode.K,
+            OperandMajorMode.K,
+            Float32,
+            (cfg.sharing, 1, 1),
+            tiler_mn=(ROWS, cfg.tile_n),
+        )
+        shape = (cfg.tile_m, cfg.tile_n, K_TILE)
+        x_layout = sm90.make_smem_layout_a(row_major, shape, self.element, cfg.stages)
+        w_layout = sm90.make_smem_layout_b(row_major, shape, self.element, cfg.stages)
+        x_atom, x_tma = load_atom(x, x_layout, (cfg.tile_m, K_TILE), cfg.cluster_n)
+        w_atom, w_tma = load_atom(w, w_layout, (cfg.tile_n, K_TILE), cfg.cluster_m)
+        s_layout = self.staging.layout()
+        counts = self.raster.counts(cute.size(x, mode=[0]), cute.size(w, mode=[0]))
+        clusters = cutlass.min(clusters, counts[0] * counts[1])
+        result = self.staging.store_side(out, self.aligned)
+        self.kernel(
+            x_atom, x_tma, w_atom, w_tma, result, tensors, tiled_mma, x_layout, w_layout, s_layout
+        ).launch(
+            grid=[clusters * cfg.cluster, 1, 1],
+            block=[THREADS, 1, 1],
+            cluster=[cfg.cluster, 1, 1],
+            stream=stream,
+            use_pdl=self.pdl,
+            min_blocks_per_mp=1,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        x_atom: cute.CopyAtom,
+        x: cute.Tensor,
+        w_atom: cute.CopyAtom,
+        w: cute.Tensor,
+        result: Any,
+        tensors: Any,
+        tiled_mma: cute.TiledMma,
+        x_layout: cute.ComposedLayout,
+        w_layout: cute.ComposedLayout,
+        s_layout: cute.ComposedLayout,
+    ) -> None:
+        cfg = self.config
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        rank = block % cfg.cluster
+        cluster = block // cfg.cluster
+        clusters = grid // cfg.cluster
+
+        if const_expr(self.pdl):
+            cute.arch.griddepcontrol_launch_dependents()
+        if warp == CONSUMERS * 4:
+            cpasync.prefetch_descriptor(x_atom)
+            cpasync.prefetch_descriptor(w_atom)
+
+        smem = SmemAllocator()
+        barriers = smem.allocate_array(Int64, 2 * cfg.stages)
+        full, empty = barriers, barriers + cfg.stages
+        s_x = smem.allocate_tensor(
+            self.element, x_layout.outer, byte_alignment=1024, swizzle=x_layout.inner
+        )
+        s_w = smem.allocate_tensor(
+            self.element, w_layout.outer, byte_alignment=1024, swizzle=w_layout.inner
+        )
+        s_out = smem.allocate_tensor(
+            STORAGE_DTYPES[self.out_dtype],
+            s_layout.outer,
+            byte_alignment=1024,
+            swizzle=s_layout.inner,
+        )
+        self.ring.initialize(full, empty, thread)
+
+        if warp >= CONSUMERS * 4:
+            cute.arch.setmaxregister_decrease(cfg.producer_registers)
+            if warp == CONSUMERS * 4:
+                self._produce(x_atom, x, s_x, w_atom, w, s_w, full, empty, cluster, clusters, rank)
+            elif const_expr(self.pdl):
+                cute.arch.griddepcontrol_wait()
+        else:
+            cute.arch.setmaxregister_increase(cfg.consumer_registers)
+            if const_expr(self.pdl):
+                cute.arch.griddepcontrol_wait()
+            self._consume(
+                tiled_mma,
+                (x, s_x),
+                (w, s_w),
+                s_out,
+                result,
+                tensors,
+                full,
+                empty,
+                cluster,
+                clusters,
+                rank,
+            )
+        if const_expr(cfg.cluster > 1):
+            # A CTA's barriers must outlive the other's last arrival there.
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
+    @cute.jit
+    def _produce(
+        self,
+        x_atom: cute.CopyAtom,
+        x: cute.Tensor,
+        s_x: cute.Tensor,
+        w_atom: cute.CopyAtom,
+        w: cute.Tensor,
+        s_w: cute.Tensor,
+        full: cute.Pointer,
+        empty: cute.Pointer,
+        cluster: Int32,
+        clusters: Int32,
+        rank: Int32,
+    ) -> None:
+        """One warp: load the stages of every tile of the cluster, in order."""
+        cfg = self.config
+        stage_bytes = (cfg.tile_m + cfg.tile_n) * K_TILE * self.dtype.itemsize
+        x_from, x_to = partition(
+            x_atom, x, s_x, (cfg.tile_m, K_TILE), rank // cfg.cluster_m, cfg.cluster_n
+        )
+        w_from, w_to = partition(
+            w_atom, w, s_w, (cfg.tile_n, K_TILE), rank % cfg.cluster_m, cfg.cluster_m
+        )
+        counts = self.raster.counts(cute.size(x, mode=[0]), cute.size(w, mode=[0]))
+        tiles = counts[0] * counts[1]
+        k_tiles = cute.ceil_div(cute.size(x, mode=[1]), K_TILE)
+
+        # Weights of the first tile do not depend on earlier kernels.
+        tile_m, tile_n = self.raster.locate(cluster, counts, rank)
+        ahead = cutlass.min(k_tiles, Int32(cfg.stages))
+        for i in cutlass.range(ahead, unroll=1):
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full + i, stage_bytes)
+            load(w_atom, w_from[(None, tile_n, i)], w_to[(None, i)], full + i, cfg.cluster_m)
+        if const_expr(self.pdl):
+            cute.arch.griddepcontrol_wait()
+        for i in cutlass.range(ahead, unroll=1):
+            load(x_atom, x_from[(None, tile_m, i)], x_to[(None, i)], full + i, cfg.cluster_n)
+
+        stage = ahead % cfg.stages
+        parity = Int32(1) - ahead // cfg.stages
+        first = ahead
+        for tile in cutlass.range(cluster, tiles, clusters, unroll=1):
+            tile_m, tile_n = self.raster.locate(tile, counts, rank)
+            for kt in cutlass.range(first, k_tiles, unroll=1):
+                cute.arch.mbarrier_wait(empty + stage, parity)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(full + stage, stage_bytes)
+                load(
+                    x_atom,
+                    x_from[(None, tile_m, kt)],
+                    x_to[(None, stage)],
+                    full + stage,
+                    cfg.cluster_n,
+                )
+                load(
+                    w_atom,
+                    w_from[(None, tile_n, kt)],
+                    w_to[(None, stage)],
+                    full + stage,
+                    cfg.cluster_m,
+                )
+                stage, parity = self.ring.next(stage, parity)
+            first = Int32(0)
+
+    @cute.jit
+    def _consume(
+        self,
+        tiled_mma: cute.TiledMma,
+        x_pair: Any,
+        w_pair: Any,
+        s_out: cute.Tensor,
+        result: Any,
+        tensors: Any,
+        full: cute.Pointer,
+        empty: cute.Pointer,
+        cluster: Int32,
+        clusters: Int32,
+        rank: Int32,
+    ) -> None:
+        """Two warpgroups: products and epilogue of the cluster's tiles."""
+        cfg = self.config
+        x, s_x = x_pair
+        w, s_w = w_pair
+        cta_thread, _, _ = cute.arch.thread_idx()
+        thread = cta_thread % WARPGROUP
+        group = cute.arch.make_warp_uniform(cta_thread // WARPGROUP)
+        m_size, n_size = cute.size(x, mode=[0]), cute.size(w, mode=[0])
+        counts = self.raster.counts(m_size, n_size)
+        tiles = counts[0] * counts[1]
+        k_tiles = cute.ceil_div(cute.size(x, mode=[1]), K_TILE)
+
+        mma = tiled_mma.get_slice(group % cfg.sharing * WARPGROUP)
+        frag_x = tiled_mma.make_fragment_A(mma.partition_A(s_x))
+        frag_w = tiled_mma.make_fragment_B(mma.partition_B(s_w))
+        shape = mma.partition_C(cute.make_identity_tensor((cfg.tile_m, cfg.tile_n))).shape
+        acc = cute.make_rmem_tensor(shape, Float32)
+        epilogue = PrefillEpilogue(
+            cfg, self._emission(tensors), self.staging, self.aligned, s_out, result[-1], result[0]
+        )
+
+        # Ping-pong: warpgroup g has every other tile of the CTA, from its g-th on.
+        turns = CONSUMERS // cfg.sharing
+        turn = group % turns
+        iteration = turn * k_tiles
+        buffer = Int32(0)
+        if const_expr(turns > 1):
+            if turn == 1:
+                cute.arch.barrier_arrive(barrier_id=ORDER, number_of_threads=THREADS - WARPGROUP)
+        for tile in cutlass.range(cluster + turn * clusters, tiles, turns * clusters, unroll=1):
+            tile_m, tile_n = self.raster.locate(tile, counts, rank)
+            # Pinned, or the compiler would divide only when the products are done.
+            place = TilePlace(
+                _pinned(tile_m),
+                _pinned(tile_n),
+                group % cfg.sharing,
+                m_size,
+                n_size,
+                thread,
+                group,
+            )
+            if const_expr(turns > 1):
+                cute.arch.barrier(barrier_id=ORDER + turn, number_of_threads=THREADS - WARPGROUP)
+            last = multiply(
+                self.ring, tiled_mma, acc, frag_x, frag_w, full, empty, iteration, k_tiles
+            )
+            if const_expr(turns > 1):
+                cute.arch.barrier_arrive(
+                    barrier_id=ORDER + 1 - turn, number_of_threads=THREADS - WARPGROUP
+                )
+            loaded = epilogue.first_operands(place)
+            warpgroup.wait_group(0)
+            self.ring.release(empty + last)
+            epilogue.run(acc, place, loaded, buffer)
+            iteration += turns * k_tiles
+            if const_expr(epilogue.stores % STORE_BUFFERS != 0):
+                buffer = (buffer + epilogue.stores) % STORE_BUFFERS
+        if const_expr(self.aligned):
+            if thread < 32:
+                cute.arch.cp_async_bulk_wait_group(0)
+
+    def _emission(self, tensors: Any) -> ChainEmission:
+        count = len(self.operand_names)
+        return ChainEmission(
+            self.epilogue,
+            dict(zip(self.operand_names, tensors[:count], strict=True)),
+            dict(zip(self.output_names, tensors[count:], strict=False)),
+            self.out_dtype,
+            self.aligned,
+        )
+
+
+def _pinned(value: Any) -> Any:
+    """``value``, computed here and not where it is first used."""
+    return cute.arch.inline_ptx(
+        "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value]
+    )
+
+
+def prefill_arguments(
+    config: PrefillConfig,
+    epilogue: Epilogue,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    operand_dtypes: tuple[torch.dtype | None, ...],
+    aligned: bool,
+) -> tuple[Any, ...]:
+    """The kernel of a configuration and chain, with the fake tensors to trace it on."""
+    tensors = chain_tensors(epilogue, operand_dtypes, out_dtype)
+    out = fake_tensor(STORAGE_DTYPES[out_dtype], 2, aligned=aligned)
+    element = CUTE_DTYPES[dtype]
+    return (
+        PrefillGemm(config, epilogue, dtype, out_dtype, aligned),
+        fake_tensor(element, 2, aligned=True),
+        fake_tensor(element, 2, aligned=True),
+        out,
+        tuple(tensors) or (out,),
+        Int32(1),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+    )

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from fusedops.config.files import choose_tile
+from fusedops.epilogue.base import Node
 from fusedops.errors import ConfigError
 from fusedops.problem import GemmProblem
 
@@ -30,6 +31,7 @@ LARGEST_SIZE = 2**31 - 512
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _KIB = 1024
+_SM_REGISTERS = 65536
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,11 @@ class MmaConfig:
         return 32 * self.warps_m * self.warps_n
 
     @property
+    def accumulators(self) -> int:
+        """Accumulators of a thread."""
+        return self.tile_m * self.tile_n // self.threads
+
+    @property
     def warp_m(self) -> int:
         """Rows of a warp's part."""
         return self.tile_m // self.warps_m
@@ -108,6 +115,11 @@ class MmaConfig:
     def warp_n(self) -> int:
         """Columns of a warp's part."""
         return self.tile_n // self.warps_n
+
+    @property
+    def registers(self) -> int:
+        """About the registers of a thread: accumulators, fragments of two K steps, the rest."""
+        return self.accumulators + (self.warp_m + self.warp_n) // 2 + 64
 
     def ring_bytes(self, element_bytes: int) -> int:
         """Bytes of the ring: x and w of every stage."""
@@ -130,6 +142,12 @@ class MmaConfig:
         return max(self.ring_bytes(element_bytes), output) + stats * self.warps_n * self.tile_m * 4
 
 
+def _writes_matrix(node: Node) -> bool:
+    """Whether a node writes a second output of the result's size."""
+    small = hasattr(node, "parts") or node.group_columns() > 1
+    return bool(node.extra_outputs()) and not small
+
+
 @dataclass(frozen=True)
 class MmaTile:
     """A named tiling, see ``cutlass_configs/sm80.toml``."""
@@ -143,16 +161,22 @@ class MmaTile:
     warps_n: int
 
     def __post_init__(self) -> None:
+        threads = 32 * self.warps_m * self.warps_n
+        per_row = max(1, self.tile_k // 8)
         legal = (
             self.tile_k in (32, 64, 128)
             and self.stages >= 2
             and self.tile_m % (16 * self.warps_m) == 0
             and self.tile_n % (16 * self.warps_n) == 0
+            and threads % (8 * per_row) == 0
+            and self.tile_m * per_row % threads == 0
+            and self.tile_n * per_row % threads == 0
         )
         if not legal:
             raise ConfigError(
-                f"tiling {self}: tile_k must be 32, 64 or 128, stages at least 2, and a warp's "
-                "part of tile_m x tile_n a multiple of 16 x 16."
+                f"tiling {self}: tile_k must be 32, 64 or 128, stages at least 2, a warp's part of "
+                "tile_m x tile_n a multiple of 16 x 16, and the CTA's threads must copy whole "
+                "multiples of 8 rows, 8 columns of K each, at once and so divide both tiles."
             )
 
     def config(self, align_bytes: int) -> MmaConfig:
@@ -171,9 +195,10 @@ class MmaTile:
         """Tiles along N: the parts of a row statistic that are written."""
         return -(-n // self.tile_n)
 
-    def _shared_bytes(self, problem: GemmProblem) -> int:
+    def shared_bytes(self, problem: GemmProblem) -> int:
+        """Bytes of shared memory that a CTA takes for ``problem``."""
         spec = problem.spec
-        columns = self.tile_n if spec.out_n == spec.n else self.tile_n // 2
+        columns = spec.epilogue.widths(self.tile_n)[-1]
         stats = sum(hasattr(node, "parts") for node in spec.epilogue)
         return self.config(16).shared_bytes(
             problem.x_dtype.itemsize, columns, spec.out_dtype.itemsize, stats
@@ -181,14 +206,24 @@ class MmaTile:
 
     def legal(self, problem: GemmProblem) -> str | None:
         """Why the tiling cannot serve ``problem``, or None if it can."""
+        epilogue = problem.spec.epilogue
         limit = DEVICES[problem.arch].shared_bytes
-        needed = self._shared_bytes(problem)
+        needed = self.shared_bytes(problem)
         if needed > limit:
             return f"needs {needed} bytes of shared memory, {problem.arch} has {limit}"
-        for node in problem.spec.epilogue:
+        if self.config(16).accumulators > 64:
+            # Found by compiling: what spills registers to local memory.
+            if problem.aligned_bytes < 4:
+                return "leaves no registers for copies of single elements"
+            if any(_writes_matrix(node) for node in epilogue):
+                return "leaves no registers for a second output"
+        warp_columns = epilogue.widths(self.tile_n // self.warps_n)
+        for node, width in zip(epilogue, warp_columns, strict=False):
             parts = getattr(node, "parts", None)
             if parts is not None and parts < self.tiles_n(problem.spec.n):
                 return f"{node} has fewer parts than the {self.tiles_n(problem.spec.n)} N tiles"
+            if node.group_columns() not in (1, width):
+                return f"{node} needs warps that hold one group of {node.group_columns()} columns"
         return None
 
     def predicted_us(self, problem: GemmProblem) -> float:
@@ -202,16 +237,16 @@ class MmaTile:
         spec, device, element = problem.spec, DEVICES[problem.arch], problem.x_dtype.itemsize
         sms = max(problem.sm_count, 1)
         ctas = -(-problem.m // self.tile_m) * self.tiles_n(spec.n)
-        threads = 32 * self.warps_m * self.warps_n
+        config = self.config(problem.aligned_bytes)
         resident = min(
-            max(1, (device.shared_bytes + _KIB) // (self._shared_bytes(problem) + _KIB)),
-            max(1, 65536 // (threads * (64 + self._fragment_registers()))),
+            max(1, (device.shared_bytes + _KIB) // (self.shared_bytes(problem) + _KIB)),
+            max(1, _SM_REGISTERS // (config.threads * config.registers)),
             -(-ctas // sms),
         )
         k_tiles = max(1, -(-spec.k // self.tile_k))
-        warp_m, warp_n = self.tile_m // self.warps_m, self.tile_n // self.warps_n
         multiply = 2 * self.tile_m * self.tile_n * self.tile_k / device.sm_flops_us
-        fragments = self.warps_m * self.warps_n * (warp_m + warp_n) * self.tile_k * element
+        warps = self.warps_m * self.warps_n
+        fragments = warps * (config.warp_m + config.warp_n) * self.tile_k * element
         load = (self.tile_m + self.tile_n) * self.tile_k * element / (3 * device.sm_bytes_us)
         # Narrow copies cost an instruction each: the slower legal path.
         load *= max(1.0, 8 / problem.aligned_bytes)
@@ -221,10 +256,6 @@ class MmaTile:
         rounds = -(-ctas // (sms * resident))
         floor = problem.minimum_bytes / (device.sm_bytes_us * sms)
         return max(rounds * (k_tiles * step + output * resident + 1.0), floor) + 2.0
-
-    def _fragment_registers(self) -> int:
-        warp_m, warp_n = self.tile_m // self.warps_m, self.tile_n // self.warps_n
-        return warp_m * warp_n // 32 + (warp_m + warp_n) // 2
 
 
 @cache

@@ -19,7 +19,7 @@ from typing import Any
 
 import cutlass
 import torch
-from cutlass import Int32, const_expr, cute
+from cutlass import const_expr, cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.memory import SmemAllocator
 
@@ -29,7 +29,7 @@ from fusedops.cutlass.math import CUTE_DTYPES, STORAGE_DTYPES
 from fusedops.cutlass.raster import Raster
 from fusedops.cutlass.sm80_copy import TileCopy
 from fusedops.cutlass.sm80_fragments import MMA_K, WarpTile
-from fusedops.cutlass.sm80_output import OutputTile, TileStatistics
+from fusedops.cutlass.sm80_output import OutputTile, TileStatistics, join_slots, quad_maximum
 from fusedops.cutlass.tile import ChainEmission
 from fusedops.epilogue.chain import Epilogue
 from fusedops.epilogue.outputs import RowStat
@@ -49,9 +49,11 @@ class MmaGemm:
         epilogue: Epilogue,
         dtype: torch.dtype,
         out_dtype: torch.dtype,
+        paired: bool,
         pdl: bool,
     ) -> None:
-        self.config, self.epilogue, self.pdl = config, epilogue, pdl
+        self.config, self.epilogue = config, epilogue
+        self.paired, self.pdl = paired, pdl
         self.out_dtype = out_dtype
         self.element_bytes = dtype.itemsize
         self.operand_names = [operand.name for operand in epilogue.operands]
@@ -61,9 +63,16 @@ class MmaGemm:
         copies = (config.tile_k, config.threads, config.align_bytes)
         self.copy_x = TileCopy(config.tile_m, *copies)
         self.copy_w = TileCopy(config.tile_n, *copies)
+        # Parts of the epilogue whose operands are on their way while one is computed. With many
+        # accumulators only operands read in pairs leave registers for it.
+        self.parts_ahead = 2 if paired or config.accumulators <= 32 else 0
+        # Loads do not rise above a barrier. Without one ptxas begins all of them at once, for which
+        # it spills accumulators to local memory.
+        self.fenced = any(operand.axis in ("n", "mn") for operand in epilogue.operands)
         columns = epilogue.widths(config.tile_n)[-1]
         pitch_bytes = config.output_pitch_bytes(columns, out_dtype.itemsize)
         self.output = OutputTile(out_dtype, config.tile_m, columns, pitch_bytes, config.threads)
+        self.group_columns = max((node.group_columns() for node in epilogue), default=1)
         self.shrink = config.tile_n // columns
         statistics = tuple(node.statistic for node in epilogue if isinstance(node, RowStat))
         self.statistics = TileStatistics(statistics, config.warps_n, config.tile_m)
@@ -85,6 +94,7 @@ class MmaGemm:
             block=[self.config.threads, 1, 1],
             stream=stream,
             use_pdl=self.pdl,
+            min_blocks_per_mp=1,
         )
 
     @cute.kernel
@@ -112,10 +122,12 @@ class MmaGemm:
         x_base = ring.toint()
         w_base = x_base + stages * self.copy_x.tile_bytes
 
+        x_share = self.copy_x.share(x, first_m, thread)
+        w_share = self.copy_w.share(w, first_n, thread)
         for stage in cutlass.range_constexpr(stages - 1):
             if stage < k_tiles:
                 at = w_base + stage * self.copy_w.tile_bytes
-                self.copy_w.copy(w, first_n, Int32(stage * tile_k), at, thread)
+                self.copy_w.copy(w_share, stage * tile_k, at)
         if const_expr(self.pdl):
             cute.arch.griddepcontrol_launch_dependents()
             cute.arch.griddepcontrol_wait()
@@ -123,7 +135,7 @@ class MmaGemm:
         for stage in cutlass.range_constexpr(stages - 1):
             if stage < k_tiles:
                 at = x_base + stage * self.copy_x.tile_bytes
-                self.copy_x.copy(x, first_m, Int32(stage * tile_k), at, thread)
+                self.copy_x.copy(x_share, stage * tile_k, at)
             cute.arch.cp_async_commit_group()
 
         warp_row, warp_column = self.warp_tile.origin(thread)
@@ -138,8 +150,12 @@ class MmaGemm:
                 free = ahead % stages
                 x_at = x_base + free * self.copy_x.tile_bytes
                 w_at = w_base + free * self.copy_w.tile_bytes
-                self.copy_x.copy(x, first_m, ahead * tile_k, x_at, thread)
-                self.copy_w.copy(w, first_n, ahead * tile_k, w_at, thread)
+                if (ahead + 1) * tile_k <= k_size:
+                    self.copy_x.copy(x_share, ahead * tile_k, x_at, whole=True)
+                    self.copy_w.copy(w_share, ahead * tile_k, w_at, whole=True)
+                else:
+                    self.copy_x.copy(x_share, ahead * tile_k, x_at)
+                    self.copy_w.copy(w_share, ahead * tile_k, w_at)
             cute.arch.cp_async_commit_group()
             stage = k_tile % stages
             x_now = x_base + stage * self.copy_x.tile_bytes
@@ -147,8 +163,8 @@ class MmaGemm:
             for step in cutlass.range_constexpr(tile_k // MMA_K):
                 self.warp_tile.multiply(
                     acc,
-                    self.warp_tile.load(x_now, warp_row, cfg.warp_m // 16, thread, step),
-                    self.warp_tile.load(w_now, warp_column, cfg.warp_n // 16, thread, step),
+                    self.warp_tile.load_x(x_now, warp_row, thread, step),
+                    self.warp_tile.load_w(w_now, warp_column, thread, step),
                 )
         # The result takes the ring's place.
         cute.arch.cp_async_wait_group(0)
@@ -156,29 +172,45 @@ class MmaGemm:
 
         emission = self._emission(tensors)
         combines: dict[str, str] = {}
-        for row_block in cutlass.range_constexpr(self.warp_tile.blocks_m):
-            at = self.warp_tile.coordinates(
-                first_m + warp_row, first_n + warp_column, row_block, thread, (m_size, n_size)
-            )
-
-            def reduce_rows(
-                output: str, by_slot: dict[int, Any], combine: str, at: Any = at
-            ) -> None:
-                combines[output] = combine
-                self.statistics.add(
-                    output,
-                    by_slot,
-                    combine,
-                    at,
-                    row_parts,
-                    first_m,
-                    warp_column // cfg.warp_n,
+        rows: dict[tuple[str, int], dict[int, Any]] = {}
+        parts = self.warp_tile.parts(self.group_columns)
+        begun: list[tuple[Any, Any]] = []
+        for index in cutlass.range_constexpr(len(parts) + self.parts_ahead):
+            if const_expr(index < len(parts)):
+                if const_expr(self.fenced and index > 0):
+                    cute.arch.sync_threads()
+                at = self.warp_tile.coordinates(
+                    first_m + warp_row,
+                    first_n + warp_column,
+                    parts[index],
                     thread,
+                    (m_size, n_size),
                 )
+                begun.append((at, emission.load(at)))
+            if const_expr(index >= self.parts_ahead):
+                part = parts[index - self.parts_ahead]
+                at, loaded = begun[index - self.parts_ahead]
 
-            values = self.warp_tile.values(acc, row_block)
-            finished = emission.run(values, at, emission.load(at), reduce_rows)
-            self.output.write(finished, x_base, first_m, first_n // self.shrink)
+                def reduce_rows(
+                    output: str, by_slot: dict[int, Any], combine: str, row_block: int = part[0]
+                ) -> None:
+                    combines[output] = combine
+                    before = rows.get((output, row_block))
+                    rows[output, row_block] = join_slots(before, by_slot, combine)
+
+                values = self.warp_tile.values(acc, part)
+                finished = emission.run(values, at, loaded, reduce_rows, quad_maximum)
+                self.output.write(finished, x_base, first_m, first_n // self.shrink)
+        for (name, row_block), by_slot in rows.items():
+            self.statistics.add(
+                name,
+                by_slot,
+                combines[name],
+                row_parts,
+                warp_row + row_block * 16,
+                warp_column // cfg.warp_n,
+                thread,
+            )
         cute.arch.sync_threads()
         self.output.store(ring, out, first_m, first_n // self.shrink, n_size // self.shrink, thread)
         if const_expr(len(self.statistics.names) > 0):
@@ -201,6 +233,7 @@ class MmaGemm:
             dict(zip(self.operand_names, tensors[:count], strict=True)),
             dict(zip(self.output_names, tensors[count:], strict=False)),
             self.out_dtype,
+            self.paired,
         )
 
 
@@ -210,6 +243,7 @@ def mma_arguments(
     dtype: torch.dtype,
     out_dtype: torch.dtype,
     operand_dtypes: tuple[torch.dtype | None, ...],
+    paired: bool,
     pdl: bool,
 ) -> tuple[Any, ...]:
     """The kernel of a configuration and chain, with the fake tensors to trace it on.
@@ -220,12 +254,14 @@ def mma_arguments(
         dtype: of x and w.
         out_dtype: of the result.
         operand_dtypes: of the chain's operands, None where one is left out.
+        paired: what the chain reads and writes along N beside the result may be accessed two
+            elements at a time, see ``ChainEmission.paired``.
         pdl: use programmatic dependent launch; only sm_90 and later have it.
     """
     tensors = chain_tensors(epilogue, operand_dtypes, out_dtype)
     out = fake_tensor(STORAGE_DTYPES[out_dtype], 2)
     return (
-        MmaGemm(config, epilogue, dtype, out_dtype, pdl),
+        MmaGemm(config, epilogue, dtype, out_dtype, paired, pdl),
         _aligned_rows(CUTE_DTYPES[dtype], config.align_bytes),
         _aligned_rows(CUTE_DTYPES[dtype], config.align_bytes),
         out,

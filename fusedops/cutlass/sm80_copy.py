@@ -17,7 +17,7 @@ from typing import Any
 import cutlass
 from cutlass import Int32, Int64, Uint16, const_expr, cute
 
-__all__ = ["ELEMENT_BYTES", "UNIT", "UNIT_BYTES", "TileCopy", "unit_swizzle"]
+__all__ = ["ELEMENT_BYTES", "UNIT", "UNIT_BYTES", "Share", "TileCopy", "unit_swizzle"]
 
 ELEMENT_BYTES = 2
 UNIT = 8
@@ -35,15 +35,33 @@ def unit_swizzle(row: Any, tile_k: int) -> Any:
 
 
 @dataclass(frozen=True)
+class Share:
+    """What one thread copies of every tile along K: a unit of each ``row_step``-th row.
+
+    Attributes:
+        address: global address of its first unit at k = 0.
+        pitch: bytes from one of its rows to its next.
+        rows: rows from its first to the operand's end; may be negative.
+        k: columns of K from its first unit to the end.
+        target: offset of its first unit in shared memory.
+    """
+
+    address: Any
+    pitch: Any
+    rows: Any
+    k: Any
+    target: Any
+
+
+@dataclass(frozen=True)
 class TileCopy:
     """How a CTA's threads copy one operand's tiles.
 
     Attributes:
         rows: rows of a tile.
         tile_k: columns of K of a tile.
-        threads: of the CTA.
+        threads: of the CTA; they copy every ``row_step`` rows, a multiple of 8, together.
         align_bytes: what divides the global addresses: 2, 4, 8 or 16.
-        cached: keep the lines in L1 too: for narrow copies, which touch a sector several times.
     """
 
     rows: int
@@ -56,60 +74,97 @@ class TileCopy:
         """Bytes of a tile in shared memory."""
         return self.rows * self.tile_k * ELEMENT_BYTES
 
-    def copy(self, source: Any, first_row: Any, k: Any, target: Any, thread: Any) -> None:
-        """Start copying the tile at (``first_row``, ``k``) of ``source`` to address ``target``.
+    @property
+    def row_step(self) -> int:
+        """Rows that the threads copy at once."""
+        return self.threads // (self.tile_k // UNIT)
+
+    def share(self, source: Any, first_row: Any, thread: Any) -> Share:
+        """The thread's share of the tiles of ``source``, (rows, K), that start at a row."""
+        per_row = self.tile_k // UNIT
+        row, unit = thread // per_row, thread % per_row
+        rows, k_size = source.shape
+        pitch = Int64(source.stride[0]) * ELEMENT_BYTES
+        address = source.iterator.toint() + Int64(first_row + row) * pitch
+        # Rows a multiple of 8 apart are swizzled alike.
+        place = row * per_row + (unit ^ unit_swizzle(row, self.tile_k))
+        return Share(
+            address + Int64(unit) * UNIT_BYTES,
+            pitch * self.row_step,
+            rows - first_row - row,
+            k_size - unit * UNIT,
+            place * UNIT_BYTES,
+        )
+
+    def copy(self, share: Share, k: Any, target: Any, whole: bool = False) -> None:
+        """Start copying the tile at column ``k`` to shared memory address ``target``.
 
         Args:
-            source: (rows, K) tensor in global memory, K of stride 1.
-            first_row, k: of the tile.
-            target: shared memory address, a multiple of 128 bytes.
-            thread: index in the CTA.
+            share: the thread's.
+            k: first column of the tile.
+            target: of the tile.
+            whole: the tile lies before the end of K.
         """
-        per_row = self.tile_k // UNIT
-        units = self.rows * per_row
-        for i in range(-(-units // self.threads)):
-            index = thread + i * self.threads
-            row, unit = index // per_row, index % per_row
-            at = target + row * (self.tile_k * ELEMENT_BYTES)
-            at = at + ((unit ^ unit_swizzle(row, self.tile_k)) * UNIT_BYTES)
-            limit = units if (i + 1) * self.threads > units else None
-            self._unit(source, first_row + row, k + unit * UNIT, at, index, limit)
+        left = cutlass.min(share.k - k, Int32(UNIT)) * ELEMENT_BYTES
+        valid = cutlass.max(left, Int32(0))
+        address = share.address + Int64(k) * ELEMENT_BYTES
+        self._units(address, share.pitch, target + share.target, share.rows, valid, whole)
 
     @cute.jit
-    def _unit(
+    def _units(
         self,
-        source: cute.Tensor,
-        row: Int32,
-        k: Int32,
+        address: Int64,
+        pitch: Int64,
         target: Int32,
-        index: Int32,
-        limit: cutlass.Constexpr,
+        rows: Int32,
+        valid: Int32,
+        whole: cutlass.Constexpr,
     ) -> None:
-        """Copy the unit at (row, k); beyond ``limit`` a thread has none."""
-        rows, k_size = source.shape
-        left = cutlass.min(k_size - k, Int32(UNIT)) * ELEMENT_BYTES
-        valid = cutlass.select_(row < rows, cutlass.max(left, Int32(0)), Int32(0))
-        address = source.iterator.toint() + (
-            Int64(row) * Int64(source.stride[0]) + Int64(k)
-        ) * Int64(ELEMENT_BYTES)
-        if const_expr(limit is None):
-            self._pieces(address, target, valid)
+        """Copy a unit of ``valid`` bytes of each of the thread's rows."""
+        count = self.rows // self.row_step
+        step_bytes = self.row_step * self.tile_k * ELEMENT_BYTES
+        if const_expr(self.align_bytes in (ELEMENT_BYTES, UNIT_BYTES)):
+            for i in cutlass.range_constexpr(count):
+                self._unit(
+                    address + i * pitch,
+                    target + i * step_bytes,
+                    rows - i * self.row_step,
+                    valid,
+                    whole,
+                )
         else:
-            if index < limit:
-                self._pieces(address, target, valid)
+            # Several instructions a unit: a loop keeps their sizes from all being in registers.
+            for _ in cutlass.range(count, unroll=1):
+                self._unit(address, target, rows, valid, whole)
+                address = address + pitch
+                target = target + step_bytes
+                rows = rows - self.row_step
 
-    def _pieces(self, address: Any, target: Any, valid: Any) -> None:
+    def _unit(self, address: Any, target: Any, rows: Any, valid: Any, whole: bool) -> None:
         size = self.align_bytes
+        inside = cutlass.select_(rows > 0, valid, Int32(0))
         if size == ELEMENT_BYTES:
-            _copy_elements(address, target, valid)
+            _copy_elements(address, target, inside)
             return
         # Only whole 16-byte copies may pass L1 by (.cg).
-        cache = "cg" if size == UNIT_BYTES else "ca"
+        copy = f"cp.async.{'cg' if size == UNIT_BYTES else 'ca'}.shared.global"
         for offset in range(0, UNIT_BYTES, size):
-            piece = cutlass.max(cutlass.min(valid - offset, Int32(size)), Int32(0))
+            at = [Int32(target + offset), address + offset]
+            if whole:
+                # ignore-src writes zeros. The size in bytes, which the end of K needs, costs four
+                # instructions more.
+                cute.arch.inline_ptx(
+                    "{ .reg .pred outside; setp.le.s32 outside, {$r2}, 0; "
+                    f"{copy} [{{$r0}}], [{{$r1}}], {size}, outside; }}",
+                    read_only_args=[*at, Int32(rows)],
+                )
+                continue
+            piece = inside
+            if size < UNIT_BYTES:
+                piece = cutlass.max(cutlass.min(inside - offset, Int32(size)), Int32(0))
             cute.arch.inline_ptx(
-                f"cp.async.{cache}.shared.global [{{$r0}}], [{{$r1}}], {size}, {{$r2}};",
-                read_only_args=[Int32(target + offset), address + offset, Int32(piece)],
+                f"{copy} [{{$r0}}], [{{$r1}}], {size}, {{$r2}};",
+                read_only_args=[*at, Int32(piece)],
             )
 
 

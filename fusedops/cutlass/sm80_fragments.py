@@ -23,6 +23,12 @@ MMA_M = 16
 MMA_N = 8
 MMA_K = 16
 
+_EPILOGUE_BLOCKS = 2
+"""8-column blocks of a part of the epilogue, even: a gate's partners are neighbours."""
+
+Part = tuple[int, int, int]
+"""A row block of 16, the first of its 8-column blocks, their number."""
+
 
 @dataclass(frozen=True)
 class WarpTile:
@@ -62,21 +68,32 @@ class WarpTile:
             (warp // self.config.warps_m) * self.config.warp_n,
         )
 
-    def load(self, base: Any, first_row: Any, blocks: int, thread: Any, step: int) -> list[Any]:
-        """Read the 16 x 16 matrices of ``blocks`` row blocks at K step ``step``, 4 registers each.
+    def load_x(self, base: Any, first_row: Any, thread: Any, step: int) -> list[Any]:
+        """Read a K step of the warp's rows of x, 4 registers for each block of 16 rows.
 
-        Lane l gives ldmatrix.x4 the address of row l % 16, K half l / 16 of each matrix.
+        ldmatrix.x4 takes row i of matrix j from lane 8 j + i. The order of an A fragment is (rows
+        0-7, K 0-7), (rows 8-15, K 0-7), (rows 0-7, K 8-15), (rows 8-15, K 8-15).
 
         Args:
             base: shared memory address of the tile.
-            first_row: of the first block, a multiple of 16.
-            blocks: 16-row blocks.
+            first_row: of the warp's part, a multiple of 16.
             thread: index in the CTA.
             step: which 16 columns of the tile.
         """
         lane = thread % 32
-        row = first_row + lane % 16
-        unit = (2 * step + lane // 16) ^ unit_swizzle(row, self.config.tile_k)
+        return self._load(base, first_row + lane % 16, lane // 16, self.blocks_m, step)
+
+    def load_w(self, base: Any, first_row: Any, thread: Any, step: int) -> list[Any]:
+        """Read a K step of the warp's rows of w, 4 registers for each block of 16 rows.
+
+        As ``load_x``, in the order of two B fragments: rows 0-7, then rows 8-15, each K 0-7 first.
+        """
+        lane = thread % 32
+        row = first_row + (lane // 16) * 8 + lane % 8
+        return self._load(base, row, (lane // 8) % 2, self.blocks_n // 2, step)
+
+    def _load(self, base: Any, row: Any, k_half: Any, blocks: int, step: int) -> list[Any]:
+        unit = (2 * step + k_half) ^ unit_swizzle(row, self.config.tile_k)
         pitch = self.config.tile_k * ELEMENT_BYTES
         address = base + row * pitch + unit * UNIT_BYTES
         return [
@@ -98,40 +115,57 @@ class WarpTile:
                 a_words[i, block] = registers[i]
         for block, registers in enumerate(w):
             for i in range(4):
-                # Matrices (rows 0-7, rows 8-15) x (K 0-7, K 8-15): each 8 rows are one B fragment.
-                b_words[i // 2, 2 * block + i % 2] = registers[i]
+                b_words[i % 2, 2 * block + i // 2] = registers[i]
         atom = cute.make_mma_atom(MmaF16BF16Op(self.element, Float32, (MMA_M, MMA_N, MMA_K)))
         cute.gemm(atom, acc, a, b, acc)
 
-    def values(self, acc: Any, block: int) -> dict[Slot, Any]:
-        """The accumulators of one row block by (m slot, n slot)."""
+    def parts(self, group_columns: int) -> list[Part]:
+        """The parts on which the epilogue runs one after the other.
+
+        Few columns each, so that a chain with many operands finds registers; where a node needs
+        whole groups of columns, the warp's whole width, which then is one group
+        (``MmaTile.legal``). Row blocks run fastest: what depends on the columns alone is then
+        needed for a short while only.
+        """
+        count = self.blocks_n if group_columns > 1 else min(_EPILOGUE_BLOCKS, self.blocks_n)
+        return [
+            (row_block, first, min(count, self.blocks_n - first))
+            for first in range(0, self.blocks_n, count)
+            for row_block in range(self.blocks_m)
+        ]
+
+    def values(self, acc: Any, part: Part) -> dict[Slot, Any]:
+        """The accumulators of a part by (m slot, n slot)."""
+        row_block, first, count = part
         return {
-            (half, 2 * j + parity): acc[(parity, half), block, j]
+            (half, 2 * j + parity): acc[(parity, half), row_block, first + j]
             for half in range(2)
-            for j in range(self.blocks_n)
+            for j in range(count)
             for parity in range(2)
         }
 
     def coordinates(
-        self, row: Any, column: Any, block: int, thread: Any, sizes: tuple[Any, Any]
+        self,
+        row: Any,
+        column: Any,
+        part: Part,
+        thread: Any,
+        sizes: tuple[Any, Any],
     ) -> Coordinates:
-        """Where the values of one row block lie in the result.
+        """Where the ``values`` of a part lie in the result.
 
         Args:
-            row, column: of the warp's part in the result.
-            block: row block.
+            row, column: of the warp's tile in the result.
+            part: one of ``parts``.
             thread: index in the CTA.
             sizes: (M, N).
         """
+        row_block, first, count = part
         lane = thread % 32
-        first_row = row + (block * MMA_M + lane // 4)
-        first_column = column + 2 * (lane % 4)
-        n = tuple(
-            first_column + (j * MMA_N + parity) for j in range(self.blocks_n) for parity in range(2)
-        )
+        first_row = row + (row_block * MMA_M + lane // 4)
+        first_column = column + (first * MMA_N + 2 * (lane % 4))
+        n = tuple(first_column + (j * MMA_N + parity) for j in range(count) for parity in range(2))
         pairs = tuple(
-            (4 * j + parity, 4 * j + 2 + parity)
-            for j in range(self.blocks_n // 2)
-            for parity in range(2)
+            (4 * j + parity, 4 * j + 2 + parity) for j in range(count // 2) for parity in range(2)
         )
         return Coordinates((first_row, first_row + 8), n, pairs, *sizes)

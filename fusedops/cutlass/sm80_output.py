@@ -6,6 +6,7 @@ written by whole rows: 16 bytes a thread where address, pitch and width allow it
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +15,9 @@ import torch
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from fusedops.cutlass.math import DslMath, packed_pair
-from fusedops.cutlass.tile import Coordinates, ThreadTile
+from fusedops.cutlass.tile import ThreadTile
 
-__all__ = ["OutputTile", "TileStatistics"]
+__all__ = ["OutputTile", "TileStatistics", "join_slots", "quad_maximum"]
 
 _JOIN = {"sum": lambda left, right: left + right, "max": DslMath().maximum}
 _VECTOR_BYTES = 16
@@ -28,6 +29,26 @@ def _store_shared(address: Any, kind: str, *values: Any) -> None:
     cute.arch.inline_ptx(
         f"st.shared.{kind} [{{$r0}}], {operand};", read_only_args=[Int32(address), *values]
     )
+
+
+def join_slots(
+    total: dict[int, Any] | None, by_slot: dict[int, Any], combine: str
+) -> dict[int, Any]:
+    """A row statistic of more columns: by m slot, the ``sum`` or ``max`` with what there was."""
+    if total is None:
+        return by_slot
+    return {slot: _JOIN[combine](total[slot], value) for slot, value in by_slot.items()}
+
+
+def quad_maximum(value: Any) -> Any:
+    """The largest over the four lanes that hold a row, NaN if one is."""
+    return _over_quad(value, DslMath().maximum)
+
+
+def _over_quad(value: Any, join: Callable[[Any, Any], Any]) -> Any:
+    for offset in (1, 2):
+        value = join(value, cute.arch.shuffle_sync_bfly(value, offset))
+    return value
 
 
 @dataclass(frozen=True)
@@ -160,30 +181,27 @@ class TileStatistics:
         output: str,
         by_slot: dict[int, Any],
         combine: str,
-        at: Coordinates,
         buffer: Any,
         first_row: Any,
         warp_n: Any,
         thread: Any,
     ) -> None:
-        """Join a warp's columns of some rows.
+        """Join a warp's columns of the two rows that a thread holds, 8 apart.
 
         Args:
             output: the statistic.
             by_slot: a thread's part by m slot.
             combine: ``sum`` or ``max``.
-            at: where the slots lie.
             buffer: shared memory of ``layout``.
-            first_row: of the CTA's tile.
+            first_row: of the row block in the CTA's tile.
             warp_n: index of the warp along N.
             thread: index in the CTA.
         """
         index = self.names.index(output)
-        join = _JOIN[combine]
         for slot, value in by_slot.items():
-            for offset in (1, 2):
-                value = join(value, cute.arch.shuffle_sync_bfly(value, offset))
-            _store_if(thread % 4 == 0, buffer, (at.m[slot] - first_row, warp_n, index), value)
+            row = first_row + (thread % 32) // 4 + 8 * slot
+            total = _over_quad(value, _JOIN[combine])
+            _store_if(thread % 4 == 0, buffer, (row, warp_n, index), total)
 
     @cute.jit
     def write(

@@ -1,0 +1,232 @@
+"""The Ampere-style kernel as a GEMM provider: sm_80 to sm_100a, and any alignment of x and w."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from functools import cache
+from itertools import compress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fusedops.config.sm80
+from fusedops.config.sm80 import DEVICES, LARGEST_SIZE, MmaTile, choose_mma
+from fusedops.epilogue.base import FLOAT_DTYPES, Node
+from fusedops.errors import ConfigError
+from fusedops.jit.dsl import DslProgram, LoadedKernel, dsl_kernel, missing_wheels
+from fusedops.jit.location import OVERLAY_VARIABLE
+from fusedops.problem import GemmProblem, GemmSpec
+from fusedops.prologue import NO_PROLOGUE
+from fusedops.providers.base import SUPPORTED, Support, not_applicable, unsupported
+from fusedops.providers.cutlass_kernel import kernel_program
+from fusedops.providers.gemm import GemmRun, register_gemm_provider
+from fusedops.weight import Dense
+
+__all__ = ["CutlassSm80Provider", "mma_program", "register"]
+
+_BYTE_DTYPES = (torch.float8_e4m3fn, torch.int8)
+_PITCH_ELEMENTS = 16
+"""Row pitches of our choice are multiples of this: of 16 bytes in every dtype."""
+_PAIR_BYTES = 8
+"""Largest pair of neighbours that the epilogue accesses at once: two float32."""
+
+
+def mma_program(problem: GemmProblem, tile: MmaTile, paired: bool) -> DslProgram:
+    """The kernel of a problem's chain, dtypes and alignment in one tiling; M, N, K stay dynamic.
+
+    It is compiled for ``DEVICES[problem.arch].build``.
+
+    Args:
+        problem: what is computed, on which device.
+        tile: the tiling.
+        paired: what the chain accesses along N is aligned to pairs, see ``MmaGemm``.
+    """
+    spec, device = problem.spec, DEVICES[problem.arch]
+    config = tile.config(problem.aligned_bytes)
+
+    def arguments() -> tuple[Any, ...]:
+        from fusedops.cutlass.sm80 import mma_arguments
+
+        return mma_arguments(
+            config,
+            spec.epilogue,
+            problem.x_dtype,
+            spec.out_dtype,
+            problem.operand_dtypes,
+            paired,
+            device.pdl,
+        )
+
+    text = f"{config} {'pairs' if paired else 'elements'} {'pdl' if device.pdl else 'no pdl'}"
+    return kernel_program("sm80", problem, text, fusedops.config.sm80, arguments)
+
+
+class CutlassSm80Provider:
+    """cp.async, ldmatrix and mma.sync: every Tensor Core GPU from Ampere on.
+
+    x and w may have any address and row pitch; below 16 bytes of alignment they are copied in
+    pieces of 8, 4 or 2 bytes, which is slower. M, N and K are arbitrary, K = 0 included.
+    """
+
+    name = "cutlass_sm80"
+
+    def supports(self, problem: GemmProblem) -> Support:
+        if problem.device_type != "cuda":
+            return not_applicable(f"runs on CUDA tensors, got {problem.device_type}")
+        if problem.arch not in DEVICES:
+            return not_applicable(f"is compiled for {', '.join(DEVICES)}, got {problem.arch}")
+        return _first_refusal(problem) or SUPPORTED
+
+    def describe(self, problem: GemmProblem) -> str:
+        if 0 in (problem.m, problem.spec.n):
+            return "nothing to compute"
+        tile = choose_mma(problem)
+        ctas = -(-problem.m // tile.tile_m) * tile.tiles_n(problem.spec.n)
+        return (
+            f"Ampere-style kernel {tile.name} for {DEVICES[problem.arch].build}, {ctas} CTAs of "
+            f"{tile.tile_m} x {tile.tile_n}, copies of {problem.aligned_bytes} bytes, predicted "
+            f"{tile.predicted_us(problem):.1f} us"
+        )
+
+    def plan(self, problem: GemmProblem) -> GemmRun:
+        spec, m, k = problem.spec, problem.m, problem.spec.k
+        if 0 in (m, spec.n):
+            return lambda x, w, operands, out: _nothing(spec, x, out)
+        tile = choose_mma(problem)
+        pairs = _in_pairs(problem)
+        even = any(pairs) and spec.n % 2 == 0 and spec.out_n % 2 == 0
+        flat = [operand.axis != "mn" for operand in spec.operands]
+
+        @cache
+        def kernel(paired: bool) -> LoadedKernel:
+            return dsl_kernel(mma_program(problem, tile, paired), DEVICES[problem.arch].build)
+
+        # For tensors as torch allocates them; others take a second kernel when the first comes.
+        kernel(even and spec.n % 4 == 0 and spec.out_n % 4 == 0)
+
+        def run(
+            x: Tensor, w: Tensor, operands: Sequence[Tensor | None], out: Sequence[Tensor] | None
+        ) -> list[Tensor]:
+            results = spec.allocate(x) if out is None else list(out)
+            read = [
+                tensor.reshape(-1).contiguous() if is_flat else _unit_stride(tensor.reshape(m, -1))
+                for tensor, is_flat in zip(operands, flat, strict=True)
+                if tensor is not None
+            ]
+            main, *extra = (_written(result, m) for result in results)
+            tensors = (*read, *extra)
+            paired = even and _aligned(compress(tensors, pairs), _PAIR_BYTES)
+            with torch.cuda.device(x.device):
+                kernel(paired)(
+                    _loaded(w, problem.aligned_bytes),
+                    _loaded(x.reshape(m, k), problem.aligned_bytes),
+                    main,
+                    tensors or (main,),
+                )
+            return results
+
+        return run
+
+
+def _nothing(spec: GemmSpec, x: Tensor, out: Sequence[Tensor] | None) -> list[Tensor]:
+    """The results where M or N is 0: row statistics of no columns are 0."""
+    results = spec.allocate(x) if out is None else list(out)
+    for result in results:
+        result.zero_()
+    return results
+
+
+def _unit_stride(matrix: Tensor) -> Tensor:
+    """``matrix`` with columns of stride 1: a view, or a copy of one whose columns lie apart.
+
+    Strides of dimensions of size 1 are free; kernels take them as those of a dense matrix.
+    """
+    rows, columns = matrix.shape
+    if columns > 1 and matrix.stride(1) != 1:
+        return matrix.contiguous()
+    if rows > 1 and columns > 1:
+        return matrix
+    pitch = matrix.stride(0) if rows > 1 else -(-columns // _PITCH_ELEMENTS) * _PITCH_ELEMENTS
+    return matrix.as_strided((rows, columns), (pitch, 1))
+
+
+def _loaded(matrix: Tensor, align_bytes: int) -> Tensor:
+    """x or w for a kernel compiled for ``align_bytes``.
+
+    ``reshape`` of leading dimensions that are no view copies to dense rows, which may be less
+    aligned than the rows it came from.
+    """
+    view = _unit_stride(matrix)
+    if view.stride(0) * view.itemsize % align_bytes == 0:
+        return view
+    rows, columns = view.shape
+    pitch = -(-columns // _PITCH_ELEMENTS) * _PITCH_ELEMENTS
+    return view.new_empty((rows, pitch))[:, :columns].copy_(view)
+
+
+def _written(result: Tensor, m: int) -> Tensor:
+    """A result as (rows, columns), a view of the same memory; 8-bit ones as bytes."""
+    stored = result.view(torch.uint8) if result.dtype in _BYTE_DTYPES else result
+    return _unit_stride(stored if stored.dim() == 2 else stored.view(m, stored.shape[-1]))
+
+
+def _in_pairs(problem: GemmProblem) -> list[bool]:
+    """For each given operand and each extra output, whether it runs along the result's columns."""
+    spec, rows = problem.spec, 3
+    operands = zip(spec.operands, problem.operand_dtypes, strict=True)
+    pairs = [operand.axis in ("n", "mn") for operand, dtype in operands if dtype is not None]
+    for output, width in spec.epilogue.extra_outputs(spec.n):
+        like = output.allocate((rows,), width, torch.float32, torch.device("meta"))
+        pairs.append(tuple(like.shape) == (rows, width))
+    return pairs
+
+
+def _aligned(tensors: Iterable[Tensor], size_bytes: int) -> bool:
+    """Whether every address and row pitch is a multiple of ``size_bytes``."""
+    bits = 0
+    for tensor in tensors:
+        bits |= tensor.data_ptr()
+        if tensor.dim() > 1:
+            bits |= tensor.stride(0) * tensor.itemsize
+    return bits % size_bytes == 0
+
+
+def _converts_to_e4m3(problem: GemmProblem) -> bool:
+    spec = problem.spec
+    extra = [output.dtype for output, _ in spec.epilogue.extra_outputs(spec.n)]
+    return torch.float8_e4m3fn in (spec.out_dtype, *extra)
+
+
+def _first_refusal(problem: GemmProblem) -> Support | None:
+    spec, device = problem.spec, DEVICES[problem.arch]
+    if not isinstance(spec.weight, Dense):
+        return unsupported(f"has no kernel for the weight format {spec.weight}")
+    if problem.x_dtype not in (torch.bfloat16, torch.float16):
+        return unsupported(f"multiplies bfloat16 and float16, got {problem.x_dtype}")
+    if spec.prologue != NO_PROLOGUE:
+        return unsupported(f"has no kernel with the prologue {spec.prologue}")
+    if max(problem.m, spec.n, spec.k) > LARGEST_SIZE:
+        sizes = f"M={problem.m}, N={spec.n}, K={spec.k}"
+        return unsupported(f"serves M, N and K up to {LARGEST_SIZE}, got {sizes}")
+    if _converts_to_e4m3(problem) and not device.converts_e4m3:
+        return unsupported(f"converts to e4m3 on sm_89 and later only, got {problem.arch}")
+    for node in spec.epilogue:
+        if type(node).emit is Node.emit:
+            return unsupported(f"the node {node} has no emission (Node.emit)")
+    if any(dtype is not None and dtype not in FLOAT_DTYPES for dtype in problem.operand_dtypes):
+        return unsupported(f"reads float operands only, got {problem.operand_dtypes}")
+    if 0 in (problem.m, spec.n):
+        return None
+    try:
+        choose_mma(problem)
+    except ConfigError as error:
+        return unsupported(str(error))
+    missing = missing_wheels(prebuilt=bool(os.environ.get(OVERLAY_VARIABLE)))
+    return unsupported(missing) if missing else None
+
+
+def register() -> None:
+    """Add the provider to those that ``fusedops::gemm`` asks."""
+    register_gemm_provider(CutlassSm80Provider())

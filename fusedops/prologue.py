@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -13,6 +14,24 @@ from fusedops.epilogue.spec import SpecItem
 from fusedops.errors import ConfigError
 
 __all__ = ["NO_PROLOGUE", "NoPrologue", "Prologue", "RmsNormPrologue", "rms_normalize"]
+
+
+@lru_cache(maxsize=256)
+def _cpu_scalar(value: float) -> Tensor:
+    # Outside inference mode, or it could not be used outside of it.
+    with torch.inference_mode(False):
+        return torch.full((), value, dtype=torch.float32, device="cpu")
+
+
+def _scalar_like(x: Tensor, value: float) -> Tensor:
+    """A float32 scalar on x's device, made once on a CPU: a sixth of a one-row norm's time.
+
+    Elsewhere it is made anew, as a graph capture owns what is made in it; so it is for subclasses
+    of Tensor, such as fake ones, which do not mix with plain tensors.
+    """
+    if x.is_cpu and type(x) is Tensor:
+        return _cpu_scalar(value)
+    return torch.full((), value, dtype=torch.float32, device=x.device)
 
 
 def rms_normalize(
@@ -40,7 +59,7 @@ def rms_normalize(
             computes them.
     """
     wide = x if x.dtype is torch.float32 else x.float()
-    eps_tensor = torch.full((), eps, dtype=torch.float32, device=x.device)
+    eps_tensor = _scalar_like(x, eps)
     share = 1.0 / max(x.shape[-1], 1)
     # Mean square + eps in one step: at one row every torch call costs more than its work.
     if sumsq is None:

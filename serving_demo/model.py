@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fusedops.nn import FusedGatedMLP, FusedLinear, FusedQKV, RMSNorm
 from fusedops.ops.attention import paged_attention
 from fusedops.ops.embedding import embedding
-from fusedops.ops.rope_kv import append_paged_kv, rope
+from fusedops.ops.rope_kv import append_paged_kv, rope_
 from fusedops.ops.rope_table import rope_table
 from serving_demo.cache import PagedKVCache
 from serving_demo.checkpoint import Checkpoint, Track, no_progress
@@ -63,7 +63,7 @@ class DecoderLayer(nn.Module):
         the rest is as in ``DecoderModel.forward``.
         """
         q, k, v = self.qkv(self.attention_norm(x))
-        q, k = rope(q, k, table_rows, cos_sin)
+        rope_(q, k, table_rows, cos_sin)
         append_paged_kv(k, v, k_cache, v_cache, block_table, request_index, positions)
         attended = paged_attention(
             q,

@@ -44,26 +44,27 @@ def attend_on_host(
     190 us at 70 keys). The values are checked here because they are read here anyway.
     """
     lengths = seq_lens.tolist()
-    requests = len(lengths)
-    _require_pages(block_table, lengths, k_slots.shape)
+    pages = _used_pages(block_table, lengths, k_slots.shape)
     if query_start is None:
-        starts = list(range(requests + 1))
-    else:
-        starts = query_start.tolist()
-        _require_offsets(starts, lengths, q.shape[0], max_query_len)
-    if requests == 1 and starts[1] == q.shape[0] and lengths[0]:
-        return _attend_one(q, k_slots, v_slots, block_table[0], lengths[0], options).contiguous()
+        return _attend_single(q, k_slots, v_slots, pages, lengths, options)
+    starts = query_start.tolist()
+    _require_offsets(starts, lengths, q.shape[0], max_query_len)
+    if len(lengths) == 1 and starts[1] == q.shape[0] and lengths[0]:
+        return _attend_one(q, k_slots, v_slots, pages[0], lengths[0], options).contiguous()
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     for request, length in enumerate(lengths):
         start, end = starts[request], starts[request + 1]
         if length and end > start:
             out[start:end] = _attend_one(
-                q[start:end], k_slots, v_slots, block_table[request], length, options
+                q[start:end], k_slots, v_slots, pages[request], length, options
             )
     return out
 
 
-def _require_pages(block_table: Tensor, lengths: list[int], slots_shape: torch.Size) -> None:
+def _used_pages(
+    block_table: Tensor, lengths: list[int], slots_shape: torch.Size
+) -> list[list[int]]:
+    """The pages that hold each request's keys, in order; raises where one is not in the pool."""
     op = "paged_attention"
     pages, page_size = slots_shape[:2]
     max_pages = block_table.shape[1]
@@ -71,8 +72,10 @@ def _require_pages(block_table: Tensor, lengths: list[int], slots_shape: torch.S
         require_length(op, request, length, max_pages, page_size)
     longest = max(lengths, default=0)
     rows = block_table.narrow(1, 0, -(-longest // page_size)).tolist()
-    for request, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-        require_pages(op, request, row[: -(-length // page_size)], pages)
+    used = [row[: -(-length // page_size)] for row, length in zip(rows, lengths, strict=True)]
+    for request, row in enumerate(used):
+        require_pages(op, request, row, pages)
+    return used
 
 
 def _require_offsets(
@@ -98,26 +101,58 @@ def _require_offsets(
             )
 
 
+def _attend_single(
+    q: Tensor,
+    k_slots: Tensor,
+    v_slots: Tensor,
+    pages: list[list[int]],
+    lengths: list[int],
+    options: Attention,
+) -> Tensor:
+    """A decode step: (B, Hq, D), one query a request, which sees every key (of its window).
+
+    Two small products a request: SDPA takes longer for one query at every length from 32 to 8192
+    keys, and its call is the larger part of the time at the short ones.
+    """
+    requests, query_heads, head_dim = q.shape
+    page_size, heads = k_slots.shape[1:3]
+    # The query heads that share a KV head become rows of one product, so K and V are not repeated.
+    grouped = (requests, heads, query_heads // heads, head_dim)
+    scaled = torch.mul(q if q.dtype is torch.float32 else q.float(), options.scale)
+    out = (torch.empty if all(lengths) else torch.zeros)(grouped, dtype=torch.float32, device="cpu")
+    keys = _KeyReader(k_slots, v_slots)
+    for rows, result, row, length in zip(
+        scaled.view(grouped).unbind(), out.unbind(), pages, lengths, strict=True
+    ):
+        if not length:
+            continue
+        oldest = max(0, length - options.window) if options.window else 0
+        first = oldest // page_size
+        k, v = keys.read(row[first:], oldest - first * page_size, length - oldest)
+        scores = torch.bmm(rows, k)
+        if options.softcap:
+            scores.div_(options.softcap).tanh_().mul_(options.softcap)
+        torch.bmm(scores.softmax(-1), v, out=result)
+    return out.view(q.shape).to(q.dtype)
+
+
 def _attend_one(
     q: Tensor,
     k_slots: Tensor,
     v_slots: Tensor,
-    table_row: Tensor,
+    pages: list[int],
     length: int,
     options: Attention,
 ) -> Tensor:
     """(n, Hq, D): the n queries of one request over its keys; its last key is its last query's."""
     queries, query_heads, head_dim = q.shape
     page_size, heads = k_slots.shape[1:3]
-    first_page, skip = 0, 0
+    first_page = 0
     if options.window:
-        oldest = max(0, length - queries - options.window + 1)
-        first_page = oldest // page_size
-        # One query sees all keys from `oldest` on; several need a mask, which may start early.
-        skip = oldest % page_size if queries == 1 else 0
-    first_key = first_page * page_size + skip
-    table = table_row[first_page : -(-length // page_size)]
-    k, v = _keys((k_slots, v_slots), table, skip, length - first_key)
+        first_page = max(0, length - queries - options.window + 1) // page_size
+    first_key = first_page * page_size
+    k, v = _KeyReader(k_slots, v_slots).read(pages[first_page:], 0, length - first_key)
+    k = k.transpose(1, 2)
     full = queries == length and options.causal and not options.window
     if full and queries > 1 and not options.softcap:
         out = F.scaled_dot_product_attention(
@@ -129,34 +164,43 @@ def _attend_one(
             enable_gqa=True,
         )
         return out[0].transpose(0, 1).to(q.dtype)
-    # The query heads that share a KV head become rows of one product, so K and V are not repeated.
     group = query_heads // heads
-    if queries == 1:
-        rows = q.reshape(heads, group, head_dim)
-        mask = None
-    else:
-        rows = q.view(queries, heads, group, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
-        mask = _mask(queries, length, first_key, options)
-        if mask is not None:
-            mask = mask.repeat(group, 1)
+    rows = q.view(queries, heads, group, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
+    mask = _mask(queries, length, first_key, options)
+    if mask is not None:
+        mask = mask.repeat(group, 1)
     out = _attend_rows(rows.float(), k, v, mask, options).to(q.dtype)
-    if queries == 1:
-        return out.view(1, query_heads, head_dim)
     return out.view(heads, group, queries, head_dim).permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def _keys(caches: tuple[Tensor, ...], table: Tensor, skip: int, count: int) -> list[Tensor]:
-    """(Hkv, count, D) float32 of each cache: what the table's pages hold, in order."""
-    pages = table.tolist()
-    first, number = pages[0], len(pages)
-    neighbours = pages[-1] - first == number - 1 and pages == list(range(first, first + number))
-    found = []
-    for slots in caches:
-        # Pages that lie in order in the pool, as after a prefill, are read where they are.
-        stored = slots.narrow(0, first, number) if neighbours else slots.index_select(0, table)
-        keys = stored.flatten(0, 1).narrow(0, skip, count).transpose(0, 1)
-        found.append(keys if keys.dtype is torch.float32 else keys.float())
-    return found
+class _KeyReader:
+    """Reads requests' keys and values from the caches, (pages, page_size, Hkv, D) views."""
+
+    def __init__(self, k_slots: Tensor, v_slots: Tensor) -> None:
+        self._caches = (k_slots, v_slots)
+        self._page_size = k_slots.shape[1]
+        # Pages that lie in order in the pool, as after a prefill, are read where they are: from
+        # views of the whole pool, made once, as a view costs as much as a small product.
+        self._in_order: tuple[Tensor, Tensor] | None = None
+        if k_slots.dtype is torch.float32 and k_slots.is_contiguous() and v_slots.is_contiguous():
+            self._in_order = (
+                k_slots.flatten(0, 1).permute(1, 2, 0),
+                v_slots.flatten(0, 1).transpose(0, 1),
+            )
+
+    def read(self, pages: list[int], skip: int, count: int) -> tuple[Tensor, Tensor]:
+        """Keys (Hkv, D, count) and values (Hkv, count, D), float32, behind the first ``skip``."""
+        first, number = pages[0], len(pages)
+        neighbours = pages[-1] - first == number - 1 and pages == list(range(first, first + number))
+        if neighbours and self._in_order is not None:
+            k, v = self._in_order
+            start = first * self._page_size + skip
+            return k.narrow(2, start, count), v.narrow(1, start, count)
+        where = slice(first, first + number) if neighbours else torch.tensor(pages, device="cpu")
+        k, v = (
+            slots[where].flatten(0, 1).narrow(0, skip, count).float() for slots in self._caches
+        )
+        return k.permute(1, 2, 0), v.transpose(0, 1)
 
 
 def _mask(queries: int, length: int, first_key: int, options: Attention) -> Tensor | None:

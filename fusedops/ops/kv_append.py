@@ -49,13 +49,15 @@ def _check_append(
 
 def _place_few(
     block_table: Tensor, request_index: Tensor, positions: Tensor, page_size: int, pages: int
-) -> tuple[list[int], list[int], list[int]]:
-    """(token, page, slot) of the tokens that are no padding; raises before anything is written."""
+) -> tuple[list[int], list[int]]:
+    """Tokens that are no padding, and each one's slot, counted through the pool in page order.
+
+    Raises before anything is written.
+    """
     op = "append_paged_kv"
     requests, max_pages = block_table.shape
     tokens: list[int] = []
-    page_of: list[int] = []
-    slot_of: list[int] = []
+    slots: list[int] = []
     for token, (position, request) in enumerate(
         zip(positions.tolist(), request_index.tolist(), strict=True)
     ):
@@ -68,9 +70,8 @@ def _place_few(
         if not 0 <= page < pages:
             require_pages(op, request, [page], pages)
         tokens.append(token)
-        page_of.append(page)
-        slot_of.append(position % page_size)
-    return tokens, page_of, slot_of
+        slots.append(page * page_size + position % page_size)
+    return tokens, slots
 
 
 def _append(
@@ -89,14 +90,12 @@ def _append(
         _append_guarded(k, v, k_slots, v_slots, block_table, request_index, positions)
         return
     if k.shape[0] <= _FEW_TOKENS:
-        tokens, page_of, slot_of = _place_few(
-            block_table, request_index, positions, page_size, pages
-        )
+        tokens, slots = _place_few(block_table, request_index, positions, page_size, pages)
         if not tokens:
             return
         if len(tokens) < k.shape[0]:
             k, v = k[tokens], v[tokens]
-        where = (torch.tensor(page_of, device="cpu"), torch.tensor(slot_of, device="cpu"))
+        slot = torch.tensor(slots, device="cpu")
     else:
         keep = positions >= 0
         k, v, positions, request_index = (t[keep] for t in (k, v, positions, request_index))
@@ -106,9 +105,12 @@ def _append(
         require_within(op, "positions", positions, 0, max_pages * page_size, capacity)
         page = block_table[request_index, positions // page_size]
         require_within(op, "block_table", page, 0, pages, "the pages of the cache")
-        where = (page, positions % page_size)
-    k_slots.index_put_(where, k)
-    v_slots.index_put_(where, v)
+        slot = page.long() * page_size + positions % page_size
+    for cache, new in ((k_slots, k), (v_slots, v)):
+        if cache.is_contiguous():
+            cache.flatten(0, 1).index_copy_(0, slot, new)
+        else:
+            cache.index_put_((slot // page_size, slot % page_size), new)
 
 
 def _append_guarded(

@@ -11,8 +11,6 @@ Rounding points of RMSNorm (statistics are float32 always):
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -60,12 +58,6 @@ def _check_residual(op: str, x: Tensor, residual: Tensor) -> None:
         require_dtype(op, "residual", residual, (x.dtype,))
     if residual.device != x.device:
         require_same_device(op, "x", x, residual=residual)
-
-
-@lru_cache(maxsize=64)
-def _scalar(value: float) -> Tensor:
-    """A float32 scalar on the CPU, made once: making it takes a sixth of a one-row norm."""
-    return torch.full((), value, dtype=torch.float32, device="cpu")
 
 
 def _check_rms_norm(

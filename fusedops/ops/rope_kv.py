@@ -127,15 +127,38 @@ def _rope_one(x: Tensor, turn: _Turn) -> Tensor:
 
 
 def _rope_in_place(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, style: str) -> None:
+    if q.is_cpu and q.dtype is torch.float32:
+        rows = cos_sin.index_select(0, positions)[:, None]
+        joint = _joined(q, k)
+        for heads in (q, k) if joint is None else (joint,):
+            _turn_in_place(heads, rows, style)
+        return
     turn = _turn(positions, cos_sin, style, guarded=not q.is_cpu)
     _rope_one_(q, turn)
     _rope_one_(k, turn)
 
 
-def _rope_one_(x: Tensor, turn: _Turn) -> None:
-    target = x.narrow(2, 0, turn.rotary_dim)
-    out = _rotated(x, turn)
-    target.copy_(out if turn.inside is None else torch.where(turn.inside, out, target))
+def _joined(q: Tensor, k: Tensor) -> Tensor | None:
+    """(T, Hq + Hkv, D): both as one view, where k's heads follow q's in memory (a QKV product)."""
+    if q.stride() != k.stride() or q.untyped_storage().data_ptr() != k.untyped_storage().data_ptr():
+        return None
+    if k.storage_offset() != q.storage_offset() + q.shape[1] * q.stride(1):
+        return None
+    return q.as_strided((q.shape[0], q.shape[1] + k.shape[1], q.shape[2]), q.stride())
+
+
+def _turn_in_place(heads: Tensor, rows: Tensor, style: str) -> None:
+    """Rotate float32 heads (T, H, D) by the table's rows (T, 1, R) of their positions."""
+    rotary_dim = rows.shape[2]
+    half = rotary_dim // 2
+    cos, sin = rows.narrow(2, 0, half), rows.narrow(2, half, half)
+    if style == "halves":
+        first, second = heads.narrow(2, 0, half), heads.narrow(2, half, half)
+    else:
+        first, second = heads[:, :, 0:rotary_dim:2], heads[:, :, 1:rotary_dim:2]
+    turned = first * sin
+    first.mul_(cos).addcmul_(second, sin, value=-1.0)
+    second.mul_(cos).add_(turned)
 
 
 def _check_positions(

@@ -98,8 +98,8 @@ def _direct_form(problem: GemmProblem) -> DirectForm | None:
         case (Bias(),):
             return "F.linear with a bias", lambda x, w, t: F.linear(x, w, _row(t[0], n))
         case (Residual(beta=beta),) if problem.x_dtype == torch.float32:
-            return "torch.addmm onto the residual", lambda x, w, t: torch.addmm(
-                _given(t[0]).reshape(-1, n), x, w.t(), beta=beta
+            return "float32 product, then the residual", lambda x, w, t: float_product(x, w).add_(
+                _given(t[0]).reshape(-1, n), alpha=beta
             )
     return None
 

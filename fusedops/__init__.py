@@ -28,6 +28,7 @@ from fusedops.ops.norm import fused_add_rms_norm, fused_add_rms_norm_, layer_nor
 from fusedops.ops.op import OPS as _OPS
 from fusedops.ops.quantize import dequantize, quantize
 from fusedops.ops.reduce import reduce
+from fusedops.ops.rope_append import rope_append_paged_kv_
 from fusedops.ops.rope_kv import rope, rope_
 from fusedops.ops.rope_table import RopeScaling, rope_table
 from fusedops.ops.sampling import greedy, sample
@@ -78,6 +79,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "rope_",
+    "rope_append_paged_kv_",
     "rope_table",
     "sample",
     "transpose",

@@ -22,7 +22,8 @@ from fusedops.ops.op import LIBRARY, refuse_grad
 from fusedops.problem import GemmProblem, GemmSpec
 from fusedops.prologue import NO_PROLOGUE, Prologue
 from fusedops.providers.base import Policy, Support, choose, current_policy
-from fusedops.providers.gemm import GEMM_PROVIDERS, GemmRun
+from fusedops.providers.front import answer, description, run_of
+from fusedops.providers.gemm import GemmRun
 from fusedops.weight import Dense, WeightFormat
 
 __all__ = ["Explanation", "clear_plans", "explain", "explain_problem", "gemm", "spec_text"]
@@ -73,11 +74,6 @@ def _problem(
     )
 
 
-def _answer(name: str, problem: GemmProblem) -> Support | None:
-    provider = GEMM_PROVIDERS.get(name)
-    return None if provider is None else provider.supports(problem)
-
-
 def _key(
     spec: str,
     policy: Policy,
@@ -126,8 +122,8 @@ def _plan(
     if out is not None:
         parsed.check_out(x, out)
     problem = _problem(parsed, x, w, operands)
-    name = choose("gemm", lambda candidate: _answer(candidate, problem), policy)
-    return name, GEMM_PROVIDERS[name].plan(problem)
+    name = choose("gemm", lambda candidate: answer(candidate, problem), policy)
+    return name, run_of(name, problem)
 
 
 def _run(
@@ -137,7 +133,8 @@ def _run(
     spec: str,
     out: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
-    refuse_grad("gemm", (x, w, operands))
+    if torch.is_grad_enabled():
+        refuse_grad("gemm", (x, w, operands))
     policy = current_policy()
     key = _key(spec, policy, x, w, operands, out)
     plan = _plans.get(key)
@@ -216,6 +213,18 @@ def _cached_spec(
     return GemmSpec(weight, chain, out_dtype, front)
 
 
+@lru_cache(maxsize=4096)
+def _cached_spec_text(
+    weight: WeightFormat | tuple[int, ...],
+    epilogue: Epilogue | str | None,
+    x_dtype: torch.dtype,
+    out_dtype: torch.dtype | None,
+    prologue: Prologue | str | None,
+) -> tuple[str, tuple[str, ...]]:
+    spec = _cached_spec(weight, epilogue, x_dtype, out_dtype, prologue)
+    return spec.text, tuple(operand.name for operand in spec.operands)
+
+
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def spec_text(
     weight: WeightFormat | tuple[int, ...],
@@ -233,8 +242,7 @@ def spec_text(
         out_dtype: dtype of the result; None: what the chain forces, else x's (bf16 for 8-bit x).
         prologue: the prologue or its text.
     """
-    spec = _cached_spec(weight, epilogue, x_dtype, out_dtype, prologue)
-    return spec.text, tuple(operand.name for operand in spec.operands)
+    return _cached_spec_text(weight, epilogue, x_dtype, out_dtype, prologue)
 
 
 def _ordered(
@@ -332,13 +340,13 @@ def _explain(problem: GemmProblem) -> Explanation:
     passed: dict[str, str] = {}
 
     def ask(candidate: str) -> Support | None:
-        answer = _answer(candidate, problem)
-        if answer is not None and not answer.ok:
-            passed[candidate] = answer.reason
-        return answer
+        said = answer(candidate, problem)
+        if said is not None and not said.ok:
+            passed[candidate] = said.reason
+        return said
 
     name = choose("gemm", ask, policy)
-    plan = GEMM_PROVIDERS[name].describe(problem)
+    plan = description(name, problem)
     return Explanation(problem.spec, problem, name, plan, passed)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fusedops.nn import FusedGatedMLP, FusedLinear, FusedQKV, RMSNorm
 from fusedops.ops.attention import paged_attention
 from fusedops.ops.embedding import embedding
-from fusedops.ops.rope_kv import append_paged_kv, rope_
+from fusedops.ops.rope_append import rope_append_paged_kv_
 from fusedops.ops.rope_table import rope_table
 from serving_demo.cache import PagedKVCache
 from serving_demo.checkpoint import Checkpoint, Track, no_progress
@@ -22,8 +22,8 @@ __all__ = ["DecoderLayer", "DecoderModel"]
 class DecoderLayer(nn.Module):
     """norm, QKV, RoPE, attention, output projection + residual, norm, gated MLP + residual.
 
-    Both residuals are added in the epilogue of the GEMM before them, so a layer is four GEMMs, two
-    norms and the attention's kernels.
+    Both norms are the prologue of the GEMM behind them and both residuals are added in the epilogue
+    of the GEMM before them, so a layer is four GEMMs and the attention's kernels.
     """
 
     def __init__(
@@ -47,7 +47,6 @@ class DecoderLayer(nn.Module):
         self,
         x: Tensor,
         cos_sin: Tensor,
-        table_rows: Tensor,
         positions: Tensor,
         request_index: Tensor,
         k_cache: Tensor,
@@ -59,12 +58,12 @@ class DecoderLayer(nn.Module):
     ) -> Tensor:
         """x (T, hidden) -> (T, hidden); writes this layer's keys and values into the cache.
 
-        ``table_rows`` (T,) are the positions as rows of ``cos_sin`` (padding mapped into it);
-        the rest is as in ``DecoderModel.forward``.
+        The rest is as in ``DecoderModel.forward``.
         """
-        q, k, v = self.qkv(self.attention_norm(x))
-        rope_(q, k, table_rows, cos_sin)
-        append_paged_kv(k, v, k_cache, v_cache, block_table, request_index, positions)
+        q, k, v = self.qkv(x, self.attention_norm)
+        rope_append_paged_kv_(
+            q, k, v, positions, cos_sin, k_cache, v_cache, block_table, request_index
+        )
         attended = paged_attention(
             q,
             k_cache,
@@ -76,7 +75,7 @@ class DecoderLayer(nn.Module):
             window=self.window,
         )
         x = self.output(attended.flatten(1), x)
-        out: Tensor = self.mlp(self.mlp_norm(x), x)
+        out: Tensor = self.mlp(x, x, self.mlp_norm)
         return out
 
 
@@ -188,14 +187,12 @@ class DecoderModel(nn.Module):
         Returns:
             (B, vocab) logits of each request's last token, in the model's dtype.
         """
-        table_rows = positions.clamp(min=0)
         cos_sin: Any = self.cos_sin
         x = embedding(tokens, self.token_embedding)
         for layer, k_cache, v_cache in zip(self.layers, cache.k, cache.v, strict=True):
             x = layer(
                 x,
                 cos_sin,
-                table_rows,
                 positions,
                 request_index,
                 k_cache,

@@ -295,6 +295,19 @@ def test_rms_norm_prologue(order: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(given, result, rtol=1e-2, atol=1e-2)
 
 
+def test_a_prologue_runs_ahead_of_a_kernel_without_it_and_explain_says_so() -> None:
+    x, w, weight = torch.randn(2, 3, 16), torch.randn(8, 16), torch.rand(16)
+    operands = {"norm_weight": weight}
+    prologue = RmsNormPrologue(1e-5)
+    with fusedops.use_provider("reference") as usage:
+        result = fusedops.gemm(x, w, "act(silu)", operands, prologue=prologue)
+    assert usage.count("gemm", "reference") == 1
+    apart = fusedops.gemm(fusedops.rms_norm(x, weight, 1e-5), w, "act(silu)")
+    assert torch.equal(result, apart)
+    explanation = fusedops.explain(x, w, "act(silu)", operands, prologue=prologue)
+    assert explanation.plan.startswith(f"{prologue} ahead, then ")
+
+
 def test_pinned_provider_runs_and_is_counted() -> None:
     x, w = torch.randn(2, 8), torch.randn(4, 8)
     with fusedops.use_provider("reference") as usage:

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from fusedops.gemm import spec_text
-from fusedops.prologue import NO_PROLOGUE, Prologue
 
 __all__ = ["frozen", "run_dense"]
 
@@ -24,7 +23,7 @@ def run_dense(
     weight: Tensor,
     epilogue: str,
     operands: list[Tensor | None],
-    prologue: Prologue = NO_PROLOGUE,
+    prologue: str | None = None,
 ) -> Tensor:
     """``epilogue(prologue(x) @ weight.T)`` in x's dtype through ``fusedops::gemm``.
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from fusedops.epilogue.activations import lookup
 from fusedops.errors import ShapeError
 from fusedops.nn.base import frozen, run_dense
+from fusedops.nn.norm import RMSNorm
 from fusedops.packing import pack_gate_up, padded_gate_rows, unpack_gate_up
 
 __all__ = ["FusedGatedMLP", "FusedLinear", "FusedMLP", "FusedQKV"]
@@ -25,14 +26,18 @@ def _run(
     bias: Tensor | None,
     step: str | None = None,
     residual: Tensor | None = None,
+    norm: RMSNorm | None = None,
 ) -> Tensor:
-    """``step(x @ weight.T + bias) + residual`` with whatever of the three is there."""
+    """``step(norm(x) @ weight.T + bias) + residual`` with whatever of the four is there."""
     epilogue = _joined(
         "bias" if bias is not None else None,
         step,
         "residual" if residual is not None else None,
     )
-    return run_dense(x, weight, epilogue, [t for t in (bias, residual) if t is not None])
+    operands: list[Tensor | None] = [t for t in (bias, residual) if t is not None]
+    if norm is None:
+        return run_dense(x, weight, epilogue, operands)
+    return run_dense(x, weight, epilogue, [norm.weight, None, *operands], norm.prologue)
 
 
 class FusedLinear(nn.Linear):
@@ -165,9 +170,14 @@ class FusedGatedMLP(nn.Module):
         gate, up = unpack_gate_up(self.gate_up, self.intermediate)
         return gate, up, self.down[:, : self.intermediate].contiguous()
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """x (..., hidden) -> (..., hidden); ``residual`` of the same shape is added."""
-        gated = _run(x, self.gate_up, self.gate_up_bias, f"gate({self.act})")
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, norm: RMSNorm | None = None
+    ) -> Tensor:
+        """x (..., hidden) -> (..., hidden); ``residual`` of the same shape is added.
+
+        ``norm`` is applied to x first, as the first kernel's prologue.
+        """
+        gated = _run(x, self.gate_up, self.gate_up_bias, f"gate({self.act})", norm=norm)
         return _run(gated, self.down, self.down_bias, residual=residual)
 
     def extra_repr(self) -> str:
@@ -296,13 +306,13 @@ class FusedQKV(nn.Module):
             )
         return module
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, norm: RMSNorm | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """x (T, hidden) -> q (T, n_heads, head_dim), k and v (T, n_kv_heads, head_dim).
 
-        The three are views of one buffer.
+        The three are views of one buffer. ``norm`` is applied to x first, as the kernel's prologue.
         """
-        joint = _run(x, self.weight, self.bias)
-        heads = joint.unflatten(-1, (-1, self.head_dim))
+        joint = _run(x, self.weight, self.bias, norm=norm)
+        heads = joint.view(*joint.shape[:-1], -1, self.head_dim)
         q, k, v = heads.split((self.n_heads, self.n_kv_heads, self.n_kv_heads), dim=-2)
         return q, k, v
 

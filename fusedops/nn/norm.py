@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor, nn
 
 from fusedops.nn.base import frozen
 from fusedops.ops.norm import fused_add_rms_norm, layer_norm, rms_norm
+from fusedops.prologue import RmsNormPrologue
 
 __all__ = ["LayerNorm", "RMSNorm"]
+
+
+@lru_cache(maxsize=64)
+def _prologue(eps: float, weight_offset: float, round_before_weight: bool) -> str:
+    return str(RmsNormPrologue(eps, "llama" if round_before_weight else "gemma", weight_offset))
 
 
 class RMSNorm(nn.Module):
@@ -32,6 +40,11 @@ class RMSNorm(nn.Module):
         self.eps, self.weight_offset = eps, weight_offset
         self.round_before_weight = round_before_weight
         self.weight = frozen(torch.ones(hidden, dtype=dtype, device=device))
+
+    @property
+    def prologue(self) -> str:
+        """This norm as a GEMM's prologue; its operands are ``weight`` and no row statistics."""
+        return _prologue(self.eps, self.weight_offset, self.round_before_weight)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """norm(x), or with ``residual`` the pair (norm(x + residual), x + residual)."""

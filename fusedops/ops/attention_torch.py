@@ -5,6 +5,7 @@ Both take the caches as (pages, page_size, Hkv, D) views and work in float32.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -68,13 +69,15 @@ def _used_pages(
     op = "paged_attention"
     pages, page_size = slots_shape[:2]
     max_pages = block_table.shape[1]
-    for request, length in enumerate(lengths):
-        require_length(op, request, length, max_pages, page_size)
     longest = max(lengths, default=0)
+    if min(lengths, default=0) < 0 or longest > max_pages * page_size:
+        for request, length in enumerate(lengths):
+            require_length(op, request, length, max_pages, page_size)
     rows = block_table.narrow(1, 0, -(-longest // page_size)).tolist()
     used = [row[: -(-length // page_size)] for row, length in zip(rows, lengths, strict=True)]
     for request, row in enumerate(used):
-        require_pages(op, request, row, pages)
+        if row and (min(row) < 0 or max(row) >= pages):
+            require_pages(op, request, row, pages)
     return used
 
 
@@ -119,16 +122,17 @@ def _attend_single(
     # The query heads that share a KV head become rows of one product, so K and V are not repeated.
     grouped = (requests, heads, query_heads // heads, head_dim)
     scaled = torch.mul(q if q.dtype is torch.float32 else q.float(), options.scale)
-    out = (torch.empty if all(lengths) else torch.zeros)(grouped, dtype=torch.float32, device="cpu")
-    keys = _KeyReader(k_slots, v_slots)
+    out = torch.empty(grouped, dtype=torch.float32, device="cpu")
+    read = _key_reader(k_slots, v_slots)
     for rows, result, row, length in zip(
         scaled.view(grouped).unbind(), out.unbind(), pages, lengths, strict=True
     ):
         if not length:
+            result.zero_()
             continue
         oldest = max(0, length - options.window) if options.window else 0
         first = oldest // page_size
-        k, v = keys.read(row[first:], oldest - first * page_size, length - oldest)
+        k, v = read(row[first:], oldest - first * page_size, length - oldest)
         scores = torch.bmm(rows, k)
         if options.softcap:
             scores.div_(options.softcap).tanh_().mul_(options.softcap)
@@ -151,7 +155,7 @@ def _attend_one(
     if options.window:
         first_page = max(0, length - queries - options.window + 1) // page_size
     first_key = first_page * page_size
-    k, v = _KeyReader(k_slots, v_slots).read(pages[first_page:], 0, length - first_key)
+    k, v = _key_reader(k_slots, v_slots)(pages[first_page:], 0, length - first_key)
     k = k.transpose(1, 2)
     full = queries == length and options.causal and not options.window
     if full and queries > 1 and not options.softcap:
@@ -173,34 +177,37 @@ def _attend_one(
     return out.view(heads, group, queries, head_dim).permute(2, 0, 1, 3).flatten(1, 2)
 
 
-class _KeyReader:
-    """Reads requests' keys and values from the caches, (pages, page_size, Hkv, D) views."""
+_Read = Callable[[list[int], int, int], tuple[Tensor, Tensor]]
+"""(pages, skip, count) -> keys (Hkv, D, count) and values (Hkv, count, D), float32, of the pages
+from slot ``skip`` on."""
 
-    def __init__(self, k_slots: Tensor, v_slots: Tensor) -> None:
-        self._caches = (k_slots, v_slots)
-        self._page_size = k_slots.shape[1]
-        # Pages that lie in order in the pool, as after a prefill, are read where they are: from
-        # views of the whole pool, made once, as a view costs as much as a small product.
-        self._in_order: tuple[Tensor, Tensor] | None = None
-        if k_slots.dtype is torch.float32 and k_slots.is_contiguous() and v_slots.is_contiguous():
-            self._in_order = (
-                k_slots.flatten(0, 1).permute(1, 2, 0),
-                v_slots.flatten(0, 1).transpose(0, 1),
-            )
 
-    def read(self, pages: list[int], skip: int, count: int) -> tuple[Tensor, Tensor]:
-        """Keys (Hkv, D, count) and values (Hkv, count, D), float32, behind the first ``skip``."""
+def _key_reader(k_slots: Tensor, v_slots: Tensor) -> _Read:
+    """What reads requests' keys and values from (pages, page_size, Hkv, D) views of the caches."""
+    page_size = k_slots.shape[1]
+    # Pages that lie in order in the pool, as after a prefill, are read where they are: from views
+    # of the whole pool, made once, as a view costs a third of a small product.
+    viewable = k_slots.dtype is torch.float32 and k_slots.is_contiguous()
+    if viewable and v_slots.is_contiguous():
+        pool_k = k_slots.flatten(0, 1).permute(1, 2, 0)
+        pool_v = v_slots.flatten(0, 1).transpose(0, 1)
+    else:
+        viewable = False
+
+    def read(pages: list[int], skip: int, count: int) -> tuple[Tensor, Tensor]:
         first, number = pages[0], len(pages)
         neighbours = pages[-1] - first == number - 1 and pages == list(range(first, first + number))
-        if neighbours and self._in_order is not None:
-            k, v = self._in_order
-            start = first * self._page_size + skip
-            return k.narrow(2, start, count), v.narrow(1, start, count)
+        if neighbours and viewable:
+            start = first * page_size + skip
+            return pool_k.narrow(2, start, count), pool_v.narrow(1, start, count)
         where = slice(first, first + number) if neighbours else torch.tensor(pages, device="cpu")
         k, v = (
-            slots[where].flatten(0, 1).narrow(0, skip, count).float() for slots in self._caches
+            slots[where].flatten(0, 1).narrow(0, skip, count).float()
+            for slots in (k_slots, v_slots)
         )
         return k.permute(1, 2, 0), v.transpose(0, 1)
+
+    return read
 
 
 def _mask(queries: int, length: int, first_key: int, options: Attention) -> Tensor | None:

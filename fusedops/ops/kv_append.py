@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -16,13 +19,14 @@ from fusedops.ops.guards import (
 from fusedops.ops.op import Op
 from fusedops.ops.paged import check_paged_cache, require_length, require_pages, slots_view
 
-__all__ = ["append_paged_kv"]
+__all__ = ["append_paged_kv", "append_slots", "check_append", "write_slots"]
 
 _FEW_TOKENS = 16
 """Up to this many tokens are placed by a Python loop on the CPU: it is quicker than torch calls."""
 
 
-def _check_append(
+def check_append(
+    op: str,
     k: Tensor,
     v: Tensor,
     k_cache: Tensor,
@@ -32,7 +36,7 @@ def _check_append(
     positions: Tensor,
     layout: str,
 ) -> None:
-    op = "append_paged_kv"
+    """Check everything but values; ``op`` is named in errors."""
     require_tokens(op, "k", k, "v", v)
     if v.shape != k.shape:
         require_shape(op, "v", v, [tuple(k.shape)], "the shape of k")
@@ -48,30 +52,93 @@ def _check_append(
 
 
 def _place_few(
-    block_table: Tensor, request_index: Tensor, positions: Tensor, page_size: int, pages: int
+    op: str,
+    block_table: Tensor,
+    request_index: Tensor,
+    positions: Tensor,
+    page_size: int,
+    pages: int,
 ) -> tuple[list[int], list[int]]:
     """Tokens that are no padding, and each one's slot, counted through the pool in page order.
 
     Raises before anything is written.
     """
-    op = "append_paged_kv"
     requests, max_pages = block_table.shape
     tokens: list[int] = []
     slots: list[int] = []
-    for token, (position, request) in enumerate(
-        zip(positions.tolist(), request_index.tolist(), strict=True)
-    ):
+    where = positions.tolist()
+    capacity = max_pages * page_size
+    longest = max(0, min(max(where, default=-1) + 1, capacity))
+    # One read of the columns in use: element by element, a read takes as long as a small product.
+    table = block_table.narrow(1, 0, -(-longest // page_size)).tolist()
+    for token, (position, request) in enumerate(zip(where, request_index.tolist(), strict=True)):
         if position < 0:
             continue
         if not 0 <= request < requests:
             require_within(op, "request_index", request_index, 0, requests, "block_table's rows")
-        require_length(op, request, position + 1, max_pages, page_size)
-        page = int(block_table[request, position // page_size])
+        if position >= capacity:
+            require_length(op, request, position + 1, max_pages, page_size)
+        page = table[request][position // page_size]
         if not 0 <= page < pages:
             require_pages(op, request, [page], pages)
         tokens.append(token)
         slots.append(page * page_size + position % page_size)
     return tokens, slots
+
+
+class Slots(NamedTuple):
+    """Where tokens go.
+
+    Attributes:
+        slot: (n,) int64, counted through the pool in page order.
+        tokens: (n,) int64, which tokens those are; None: all, in order.
+    """
+
+    slot: Tensor
+    tokens: Tensor | None
+
+
+def append_slots(
+    op: str,
+    k_cache: Tensor,
+    block_table: Tensor,
+    request_index: Tensor,
+    positions: Tensor,
+    layout: str,
+) -> Slots:
+    """Each token's place in the pool, from CPU metadata; raises PositionError where it has none."""
+    pages, page_size = slots_view(k_cache, layout).shape[:2]
+    count = positions.shape[0]
+    if count <= _FEW_TOKENS:
+        few, slots = _place_few(op, block_table, request_index, positions, page_size, pages)
+        tokens = None if len(few) == count else torch.tensor(few, dtype=torch.int64, device="cpu")
+        return Slots(torch.tensor(slots, dtype=torch.int64, device="cpu"), tokens)
+    tokens = (positions >= 0).nonzero().flatten()
+    positions, request_index = positions[tokens], request_index[tokens]
+    requests, max_pages = block_table.shape
+    require_within(op, "request_index", request_index, 0, requests, "block_table's rows")
+    capacity = f"{max_pages} pages of {page_size} slots in each row of block_table"
+    require_within(op, "positions", positions, 0, max_pages * page_size, capacity)
+    page = block_table[request_index, positions // page_size]
+    require_within(op, "block_table", page, 0, pages, "the pages of the cache")
+    slot = page.long() * page_size + positions % page_size
+    return Slots(slot, None if tokens.shape[0] == count else tokens)
+
+
+def write_slots(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Slots, layout: str
+) -> None:
+    """Write the tokens' keys and values to their places."""
+    slot, tokens = slots
+    for cache, new in ((k_cache, k), (v_cache, v)):
+        if tokens is not None:
+            new = new[tokens]
+        view = slots_view(cache, layout)
+        if view.is_contiguous():
+            view.flatten(0, 1).index_copy_(0, slot, new)
+        else:
+            page_size = view.shape[1]
+            view.index_put_((slot // page_size, slot % page_size), new)
 
 
 def _append(
@@ -84,33 +151,14 @@ def _append(
     positions: Tensor,
     layout: str,
 ) -> None:
-    k_slots, v_slots = slots_view(k_cache, layout), slots_view(v_cache, layout)
-    pages, page_size = k_slots.shape[:2]
-    if not k.is_cpu:
-        _append_guarded(k, v, k_slots, v_slots, block_table, request_index, positions)
+    if k.is_cpu:
+        slots = append_slots(
+            "append_paged_kv", k_cache, block_table, request_index, positions, layout
+        )
+        write_slots(k, v, k_cache, v_cache, slots, layout)
         return
-    if k.shape[0] <= _FEW_TOKENS:
-        tokens, slots = _place_few(block_table, request_index, positions, page_size, pages)
-        if not tokens:
-            return
-        if len(tokens) < k.shape[0]:
-            k, v = k[tokens], v[tokens]
-        slot = torch.tensor(slots, device="cpu")
-    else:
-        keep = positions >= 0
-        k, v, positions, request_index = (t[keep] for t in (k, v, positions, request_index))
-        op, (requests, max_pages) = "append_paged_kv", block_table.shape
-        require_within(op, "request_index", request_index, 0, requests, "block_table's rows")
-        capacity = f"{max_pages} pages of {page_size} slots in each row of block_table"
-        require_within(op, "positions", positions, 0, max_pages * page_size, capacity)
-        page = block_table[request_index, positions // page_size]
-        require_within(op, "block_table", page, 0, pages, "the pages of the cache")
-        slot = page.long() * page_size + positions % page_size
-    for cache, new in ((k_slots, k), (v_slots, v)):
-        if cache.is_contiguous():
-            cache.flatten(0, 1).index_copy_(0, slot, new)
-        else:
-            cache.index_put_((slot // page_size, slot % page_size), new)
+    k_slots, v_slots = slots_view(k_cache, layout), slots_view(v_cache, layout)
+    _append_guarded(k, v, k_slots, v_slots, block_table, request_index, positions)
 
 
 def _append_guarded(
@@ -152,7 +200,7 @@ def _append_guarded(
 Op(
     "append_paged_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache,"
     " Tensor block_table, Tensor request_index, Tensor positions, str layout) -> ()",
-    check=_check_append,
+    check=partial(check_append, "append_paged_kv"),
     fake=lambda *_args: None,
     reference=_append,
 )

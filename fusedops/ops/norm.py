@@ -144,8 +144,13 @@ def _check_fused_add_rms_norm_(
     _check_parameter(op, "weight", weight, x)
     require_writable(op, "x", x)
     require_writable(op, "residual", residual)
+
+
+def _check_not_one(x: Tensor, residual: Tensor, *_rest: object) -> None:
     if x is residual:
-        raise LayoutError(f"{op}: x and residual are one tensor; both are written, so clone one.")
+        raise LayoutError(
+            "fused_add_rms_norm_: x and residual are one tensor; both are written, so clone one."
+        )
 
 
 def _fused_add_rms_norm_(
@@ -164,6 +169,7 @@ Op(
     "fused_add_rms_norm_(Tensor(a!) x, Tensor(b!) residual, Tensor weight, float eps,"
     " float weight_offset, bool round_before_weight) -> ()",
     check=_check_fused_add_rms_norm_,
+    check_aliases=_check_not_one,
     fake=lambda *_args: None,
     reference=_fused_add_rms_norm_,
 )

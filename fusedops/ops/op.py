@@ -56,19 +56,40 @@ def _cuda_tensors(*args: Any) -> Support:
     return not_applicable("runs on CUDA tensors, got none")
 
 
+_SIGNATURE_LIMIT = 4096
+
+
+def _signature(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Everything that a check may look at, as cheap reads: a tenth of the checks' own time.
+
+    A decode step calls each operation with the same signature in every layer, between products that
+    sweep the caches, where the checks' many small functions cost more than their work.
+    """
+    key: tuple[Any, ...] = ()
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            key += (arg.shape, arg.stride(), arg.dtype, arg.device)
+        else:
+            key += (tuple(arg) if isinstance(arg, list) else arg,)
+    return key
+
+
 class Op:
     """An operation ``fusedops::<name>``.
 
     Args:
         schema: torch schema without the namespace and without defaults (the public Python function
-            holds the defaults), e.g. ``"rms_norm(Tensor x, Tensor weight, float eps) -> Tensor"``.
+            holds the defaults), a tensor first, e.g. ``"rms_norm(Tensor x, Tensor weight, float
+            eps) -> Tensor"``.
         check: called with the arguments before anything else; raises on what is not accepted. It
-            also runs under FakeTensor, so it may look at shapes, strides, dtypes and devices only.
+            also runs under FakeTensor, and is skipped for arguments like earlier ones, so it may
+            look at shapes, strides, dtypes, devices and plain values only.
         fake: returns empty results of the right shape, stride, dtype and device.
         reference: the vectorised torch implementation; right on every device, also inside a CUDA
             graph capture unless ``check_values`` says otherwise.
         check_values: further checks that read tensor values; run on CPU tensors only, because on a
             GPU they would synchronise.
+        check_aliases: further checks that ask whether arguments are one tensor; run at every call.
     """
 
     def __init__(
@@ -79,10 +100,13 @@ class Op:
         fake: Callable[..., Any],
         reference: Callable[..., Any],
         check_values: Callable[..., None] | None = None,
+        check_aliases: Callable[..., None] | None = None,
     ) -> None:
         self.name = schema.split("(", 1)[0].strip()
         self.check = check
         self.check_values = check_values
+        self.check_aliases = check_aliases
+        self._accepted: set[tuple[Any, ...]] = set()
         self._fake = fake
         self._implementations: dict[str, tuple[Callable[..., Support], Callable[..., Any]]] = {}
         self.add("reference", _any_device, reference)
@@ -115,9 +139,17 @@ class Op:
         return choose(self.name, ask, policy)
 
     def _run(self, *args: Any) -> Any:
-        refuse_grad(self.name, args)
-        self.check(*args)
-        on_cpu = _first_device_type(args) == "cpu"
+        if torch.is_grad_enabled():
+            refuse_grad(self.name, args)
+        signature = _signature(args)
+        if signature not in self._accepted:
+            self.check(*args)
+            if len(self._accepted) >= _SIGNATURE_LIMIT:
+                self._accepted.clear()
+            self._accepted.add(signature)
+        if self.check_aliases is not None:
+            self.check_aliases(*args)
+        on_cpu = args[0].is_cpu
         if on_cpu and self.check_values is not None:
             self.check_values(*args)
         policy = current_policy()
@@ -133,10 +165,3 @@ class Op:
     def _run_fake(self, *args: Any) -> Any:
         self.check(*args)
         return self._fake(*args)
-
-
-def _first_device_type(args: tuple[Any, ...]) -> str:
-    for arg in args:
-        if isinstance(arg, torch.Tensor):
-            return arg.device.type
-    return "cpu"

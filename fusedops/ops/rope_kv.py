@@ -27,15 +27,24 @@ from fusedops.ops.guards import (
 from fusedops.ops.kv_append import append_paged_kv
 from fusedops.ops.op import Op
 
-__all__ = ["ROPE_STYLES", "append_paged_kv", "rope", "rope_"]
+__all__ = [
+    "ROPE_STYLES",
+    "append_paged_kv",
+    "check_rope",
+    "require_in_table",
+    "rope",
+    "rope_",
+    "rotate_in_place",
+]
 
 ROPE_STYLES = ("halves", "interleaved")
 """halves: element i rotates with i + R/2 (Llama, NeoX). interleaved: 2i with 2i + 1 (GPT-J)."""
 
 
-def _check_rope(
+def check_rope(
     op: str, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, style: str
 ) -> None:
+    """Check everything but values; ``op`` is named in errors."""
     require_tokens(op, "q", q, "k", k)
     if k.shape[0] != q.shape[0] or k.shape[2] != q.shape[2]:
         accepted = [(q.shape[0], k.shape[1], q.shape[2])]
@@ -111,6 +120,10 @@ def _rotated(x: Tensor, turn: _Turn) -> Tensor:
 def _rope(
     q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, style: str
 ) -> tuple[Tensor, Tensor]:
+    if q.is_cpu and q.dtype is torch.float32:
+        q, k = (x.clone(memory_format=torch.contiguous_format) for x in (q, k))
+        rotate_in_place(q, k, positions, cos_sin, style)
+        return q, k
     turn = _turn(positions, cos_sin, style, guarded=not q.is_cpu)
     return _rope_one(q, turn), _rope_one(k, turn)
 
@@ -126,7 +139,8 @@ def _rope_one(x: Tensor, turn: _Turn) -> Tensor:
     return out.contiguous()
 
 
-def _rope_in_place(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, style: str) -> None:
+def rotate_in_place(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, style: str) -> None:
+    """``rope_`` in torch, of arguments that were checked."""
     if q.is_cpu and q.dtype is torch.float32:
         rows = cos_sin.index_select(0, positions)[:, None]
         joint = _joined(q, k)
@@ -136,6 +150,12 @@ def _rope_in_place(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, sty
     turn = _turn(positions, cos_sin, style, guarded=not q.is_cpu)
     _rope_one_(q, turn)
     _rope_one_(k, turn)
+
+
+def _rope_one_(x: Tensor, turn: _Turn) -> None:
+    target = x.narrow(2, 0, turn.rotary_dim)
+    out = _rotated(x, turn)
+    target.copy_(out if turn.inside is None else torch.where(turn.inside, out, target))
 
 
 def _joined(q: Tensor, k: Tensor) -> Tensor | None:
@@ -161,33 +181,36 @@ def _turn_in_place(heads: Tensor, rows: Tensor, style: str) -> None:
     second.mul_(cos).add_(turned)
 
 
-def _check_positions(
-    op: str, q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, style: str
-) -> None:
+def require_in_table(op: str, positions: Tensor, cos_sin: Tensor) -> None:
+    """Raise PositionError unless every position is a row of the table; for CPU tensors."""
     require_within(op, "positions", positions, 0, cos_sin.shape[0], "the rows of cos_sin")
 
 
 def _check_rope_in_place(
     q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, style: str
 ) -> None:
-    _check_rope("rope_", q, k, positions, cos_sin, style)
+    check_rope("rope_", q, k, positions, cos_sin, style)
     require_writable("rope_", "q", q)
     require_writable("rope_", "k", k)
 
 
 Op(
     "rope(Tensor q, Tensor k, Tensor positions, Tensor cos_sin, str style) -> (Tensor, Tensor)",
-    check=lambda *args: _check_rope("rope", *args),
-    check_values=lambda *args: _check_positions("rope", *args),
+    check=lambda *args: check_rope("rope", *args),
+    check_values=lambda q, k, positions, cos_sin, style: require_in_table(
+        "rope", positions, cos_sin
+    ),
     fake=lambda q, k, *_rest: (empty_contiguous(q), empty_contiguous(k)),
     reference=_rope,
 )
 Op(
     "rope_(Tensor(a!) q, Tensor(b!) k, Tensor positions, Tensor cos_sin, str style) -> ()",
     check=_check_rope_in_place,
-    check_values=lambda *args: _check_positions("rope_", *args),
+    check_values=lambda q, k, positions, cos_sin, style: require_in_table(
+        "rope_", positions, cos_sin
+    ),
     fake=lambda *_args: None,
-    reference=_rope_in_place,
+    reference=rotate_in_place,
 )
 
 _OP_ROPE = torch.ops.fusedops.rope.default

@@ -14,12 +14,11 @@ from fusedops.errors import ConfigError
 from fusedops.jit.dsl import missing_wheels
 from fusedops.jit.location import OVERLAY_VARIABLE
 from fusedops.problem import GemmProblem
-from fusedops.prologue import NO_PROLOGUE
 from fusedops.providers.base import SUPPORTED, Support, not_applicable, unsupported
 from fusedops.providers.cutlass_decode import decode_candidate, decode_program
 from fusedops.providers.cutlass_kernel import Candidate
 from fusedops.providers.cutlass_prefill import prefill_candidate, prefill_program
-from fusedops.providers.gemm import GemmRun, register_gemm_provider
+from fusedops.providers.gemm import GemmRun, refuse_prologue, register_gemm_provider
 from fusedops.weight import Dense
 
 __all__ = ["CutlassProvider", "choose_candidate", "decode_program", "prefill_program", "register"]
@@ -71,7 +70,7 @@ class CutlassProvider:
             return not_applicable(f"runs on CUDA tensors, got {problem.device_type}")
         if problem.arch != "sm_90a":
             return not_applicable(f"is compiled for sm_90a, got {problem.arch}")
-        return _first_refusal(problem) or SUPPORTED
+        return refuse_prologue(problem) or _first_refusal(problem) or SUPPORTED
 
     def describe(self, problem: GemmProblem) -> str:
         if 0 in (problem.m, problem.spec.n):
@@ -108,8 +107,6 @@ def _first_refusal(problem: GemmProblem) -> Support | None:
         return unsupported(f"has no kernel for the weight format {spec.weight}")
     if problem.x_dtype not in (torch.bfloat16, torch.float16):
         return unsupported(f"multiplies bfloat16 and float16, got {problem.x_dtype}")
-    if spec.prologue != NO_PROLOGUE:
-        return unsupported(f"has no kernel with the prologue {spec.prologue}")
     if spec.k == 0:
         return unsupported("needs K > 0")
     if problem.aligned_bytes < 16:

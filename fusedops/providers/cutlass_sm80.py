@@ -18,10 +18,9 @@ from fusedops.errors import ConfigError
 from fusedops.jit.dsl import DslProgram, LoadedKernel, dsl_kernel, missing_wheels
 from fusedops.jit.location import OVERLAY_VARIABLE
 from fusedops.problem import GemmProblem, GemmSpec
-from fusedops.prologue import NO_PROLOGUE
 from fusedops.providers.base import SUPPORTED, Support, not_applicable, unsupported
 from fusedops.providers.cutlass_kernel import kernel_program
-from fusedops.providers.gemm import GemmRun, register_gemm_provider
+from fusedops.providers.gemm import GemmRun, refuse_prologue, register_gemm_provider
 from fusedops.weight import Dense
 
 __all__ = ["CutlassSm80Provider", "mma_program", "register"]
@@ -77,7 +76,7 @@ class CutlassSm80Provider:
             return not_applicable(f"runs on CUDA tensors, got {problem.device_type}")
         if problem.arch not in DEVICES:
             return not_applicable(f"is compiled for {', '.join(DEVICES)}, got {problem.arch}")
-        return _first_refusal(problem) or SUPPORTED
+        return refuse_prologue(problem) or _first_refusal(problem) or SUPPORTED
 
     def describe(self, problem: GemmProblem) -> str:
         if 0 in (problem.m, problem.spec.n):
@@ -205,8 +204,6 @@ def _first_refusal(problem: GemmProblem) -> Support | None:
         return unsupported(f"has no kernel for the weight format {spec.weight}")
     if problem.x_dtype not in (torch.bfloat16, torch.float16):
         return unsupported(f"multiplies bfloat16 and float16, got {problem.x_dtype}")
-    if spec.prologue != NO_PROLOGUE:
-        return unsupported(f"has no kernel with the prologue {spec.prologue}")
     if max(problem.m, spec.n, spec.k) > LARGEST_SIZE:
         sizes = f"M={problem.m}, N={spec.n}, K={spec.k}"
         return unsupported(f"serves M, N and K up to {LARGEST_SIZE}, got {sizes}")

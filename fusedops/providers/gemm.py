@@ -24,6 +24,7 @@ __all__ = [
     "GemmProvider",
     "GemmRun",
     "ReferenceProvider",
+    "refuse_prologue",
     "register_gemm_provider",
 ]
 
@@ -57,6 +58,12 @@ def register_gemm_provider(provider: GemmProvider) -> None:
     GEMM_PROVIDERS[provider.name] = provider
 
 
+def refuse_prologue(problem: GemmProblem) -> Support | None:
+    """The answer of a provider without prologues inside; ``fusedops.gemm`` then runs them ahead."""
+    prologue = problem.spec.prologue
+    return None if prologue == NO_PROLOGUE else unsupported(f"has no kernel with {prologue} inside")
+
+
 def deliver(
     spec: GemmSpec, x: Tensor, results: list[Tensor], out: Sequence[Tensor] | None
 ) -> list[Tensor]:
@@ -85,7 +92,7 @@ def _direct_form(problem: GemmProblem) -> DirectForm | None:
     H200: the error reached the size of the result where product and residual cancel).
     """
     spec = problem.spec
-    if spec.prologue != NO_PROLOGUE or not isinstance(spec.weight, Dense):
+    if not isinstance(spec.weight, Dense):
         return None
     if any(dtype != problem.x_dtype for dtype in (spec.out_dtype, *problem.operand_dtypes)):
         return None
@@ -135,7 +142,7 @@ class ReferenceProvider:
     name = "reference"
 
     def supports(self, problem: GemmProblem) -> Support:
-        return SUPPORTED
+        return refuse_prologue(problem) or SUPPORTED
 
     def _direct(self, problem: GemmProblem) -> DirectForm | None:
         # Only in float32: there torch's call and the chain differ by float32 rounding alone.
@@ -155,8 +162,7 @@ class ReferenceProvider:
             x: Tensor, w: Tensor, operands: Sequence[Tensor | None], out: Sequence[Tensor] | None
         ) -> list[Tensor]:
             context = spec.context(operands, m)
-            rows = spec.prologue.reference(x.reshape(m, k), context)
-            accumulator = spec.weight.accumulate(rows, w, context)
+            accumulator = spec.weight.accumulate(x.reshape(m, k), w, context)
             main = spec.epilogue.reference(accumulator, context)
             return deliver(spec, x, [main, *context.outputs], out)
 
@@ -180,7 +186,7 @@ class CublasProvider:
             return unsupported(f"multiplies dense weights only, got {problem.spec.weight}")
         if problem.x_dtype not in FLOAT_DTYPES:
             return unsupported(f"multiplies float32, bfloat16 and float16, got {problem.x_dtype}")
-        return SUPPORTED
+        return refuse_prologue(problem) or SUPPORTED
 
     def describe(self, problem: GemmProblem) -> str:
         direct = _direct_form(problem)
@@ -196,7 +202,7 @@ class CublasProvider:
             x: Tensor, w: Tensor, operands: Sequence[Tensor | None], out: Sequence[Tensor] | None
         ) -> list[Tensor]:
             context = spec.context(operands, m)
-            rows = spec.prologue.reference(x.reshape(m, k), context)
+            rows = x.reshape(m, k)
             if rows.dtype == torch.float32:
                 accumulator = torch.mm(rows, w.t())
             else:

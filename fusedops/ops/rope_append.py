@@ -1,0 +1,121 @@
+"""RoPE and the append to a paged KV cache in one operation: a decoder layer's step after QKV."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fusedops.ops.guards import require_writable
+from fusedops.ops.kv_append import append_slots, check_append, write_slots
+from fusedops.ops.op import Op
+from fusedops.ops.rope_kv import check_rope, require_in_table, rotate_in_place
+
+__all__ = ["rope_append_paged_kv_"]
+
+_NAME = "rope_append_paged_kv_"
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    request_index: Tensor,
+    style: str,
+    layout: str,
+) -> None:
+    check_rope(_NAME, q, k, positions, cos_sin, style)
+    check_append(_NAME, k, v, k_cache, v_cache, block_table, request_index, positions, layout)
+    require_writable(_NAME, "q", q)
+    require_writable(_NAME, "k", k)
+
+
+def _reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    request_index: Tensor,
+    style: str,
+    layout: str,
+) -> None:
+    rows = positions.clamp(min=0)
+    if not q.is_cpu:
+        # Each half under its own name, so that a provider that has it serves it.
+        torch.ops.fusedops.rope_.default(q, k, rows, cos_sin, style)
+        torch.ops.fusedops.append_paged_kv.default(
+            k, v, k_cache, v_cache, block_table, request_index, positions, layout
+        )
+        return
+    # Both look at the values before either writes.
+    require_in_table(_NAME, rows, cos_sin)
+    slots = append_slots(_NAME, k_cache, block_table, request_index, positions, layout)
+    rotate_in_place(q, k, rows, cos_sin, style)
+    write_slots(k, v, k_cache, v_cache, slots, layout)
+
+
+Op(
+    "rope_append_paged_kv_(Tensor(a!) q, Tensor(b!) k, Tensor v, Tensor positions, Tensor cos_sin,"
+    " Tensor(c!) k_cache, Tensor(d!) v_cache, Tensor block_table, Tensor request_index, str style,"
+    " str layout) -> ()",
+    check=_check,
+    fake=lambda *_args: None,
+    reference=_reference,
+)
+
+_OP_ROPE_APPEND_PAGED_KV_ = torch.ops.fusedops.rope_append_paged_kv_.default
+
+
+def rope_append_paged_kv_(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    request_index: Tensor,
+    *,
+    style: str = "halves",
+    layout: str = "NHD",
+) -> None:
+    """``rope_`` of q and k, then ``append_paged_kv`` of the rotated k and of v.
+
+    Args:
+        q: (T, Hq, D), rotated in place; may be a view of a fused QKV tensor, as k and v may.
+        k: (T, Hkv, D), rotated in place.
+        v: (T, Hkv, D).
+        positions: (T,) int32 or int64, each token's position in its request, which is also its row
+            of ``cos_sin``; negative: a padding token, which writes nothing into the cache.
+        cos_sin: as in ``rope``.
+        k_cache, v_cache, block_table, request_index, layout: as in ``append_paged_kv``.
+        style: as in ``rope``.
+
+    Raises:
+        PositionError: as in ``rope`` and ``append_paged_kv``, on the CPU and with nothing written.
+        ShapeError, DTypeError, DeviceError, LayoutError, ConfigError: an argument is not as
+            described.
+        UnsupportedError: an input requires grad while grad mode is on.
+    """
+    _OP_ROPE_APPEND_PAGED_KV_(
+        q,
+        k,
+        v,
+        positions,
+        cos_sin,
+        k_cache,
+        v_cache,
+        block_table,
+        request_index,
+        style,
+        layout,
+    )

@@ -44,10 +44,153 @@ def number(value: float | None, digits: int = 1) -> str:
 
 
 def provenance(environment: Report) -> str:
-    """Where and when a report was measured, one line."""
+    """Where and when a report was measured, one line; versions may stand one level deeper."""
+    facts = {**environment, **environment.get("versions", {})}
     known = ("gpu", "cpu", "threads", "driver", "cuda", "torch", "transformers", "commit", "date")
-    facts = [f"{key} {environment[key]}" for key in known if environment.get(key) is not None]
-    return "Measured: " + ", ".join(facts) + ".\n"
+    absent = (None, "none", "unknown")
+    shown = [f"{key} {facts[key]}" for key in known if facts.get(key) not in absent]
+    # Twelve digits name a commit.
+    return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{28}", r"\1", f"Measured: {', '.join(shown)}.\n")
+
+
+def yes(value: bool) -> str:
+    """A truth for a table cell."""
+    return "yes" if value else "no"
+
+
+def demo_cpu() -> str:
+    """The demo's figures beside transformers'."""
+    report = read("cpu/demo.json")
+    rows = [
+        [
+            run["name"],
+            number(run["prefill_tokens_per_s"]),
+            number(run["decode_tokens_per_s"]),
+            number(run["step_ms_median"], 2),
+            number(run["step_ms_p99"], 2),
+            number(run["bytes_per_step"] and run["bytes_per_step"] / 1e6),
+            number(run["gb_per_s"]),
+            "-" if run["bandwidth_fraction"] is None else f"{run['bandwidth_fraction']:.0%}",
+        ]
+        for run in report["figures"]
+    ]
+    header = [
+        "run",
+        "prefill tok/s",
+        "decode tok/s",
+        "ms/step, median",
+        "p99",
+        "MB/step",
+        "GB/s",
+        f"of the read bandwidth ({report['read_bandwidth']['gb_per_s']:.1f} GB/s)",
+    ]
+    equal, prompts = report["prompts_equal"], len(report["prompts"])
+    compared = "not compared" if equal is None else f"{equal}/{prompts}"
+    return (
+        table(header, rows)
+        + f"\n`greedy tokens equal transformers: {compared}` ({report['model']}, "
+        f"{report['dtype']}). " + provenance({**report["machine"], "threads": report["threads"]})
+    )
+
+
+def decode_baseline() -> str:
+    """Whole decode steps with cuBLAS's products beside plain torch's graph."""
+    report = read("h200/decode_baseline.json")
+    steps: dict[tuple[str, int, int], Report] = {}
+    for row in report["rows"]:
+        if (row["contender"], row["provider"]) in (
+            ("fusedops", "cublas"),
+            ("torch graph", "torch"),
+        ):
+            key = (row["shape"], row["batch"], row["context"])
+            steps.setdefault(key, {})[row["contender"]] = row
+    rows = []
+    for (shape, batch, context), pair in steps.items():
+        if len(pair) < 2:
+            continue
+        ours, torch_graph = pair["fusedops"], pair["torch graph"]
+        plan_us, both = ours["plan_us"], (ours["ms"], torch_graph["ms"])
+        rows.append(
+            [
+                shape,
+                str(batch),
+                str(context),
+                number(ours["ms"], 2),
+                number(torch_graph["ms"], 2),
+                number(ours["floor_ms"], 2),
+                number(plan_us and plan_us / 1e3, 2),
+                yes(None not in both and ours["ms"] <= torch_graph["ms"]),
+            ]
+        )
+    header = [
+        "shape",
+        "batch",
+        "context",
+        "fusedops with cuBLAS, ms",
+        "torch graph, ms",
+        "memory limit, ms",
+        "attention's plan on the host, ms",
+        "ok",
+    ]
+    return table(header, rows) + "\n" + provenance(report["environment"])
+
+
+def significant(value: float | None) -> str:
+    """Four significant digits; a dash where there is no figure."""
+    return "-" if value is None else f"{value:.4g}"
+
+
+def goals() -> str:
+    """Every goal that was measured, those missed included."""
+    specs = json.loads((ROOT / "fusedops/bench/goals.json").read_text())["goals"]
+    entries = read("h200/goals.json")["goals"]
+    known = {spec["id"]: spec for spec in specs if spec["id"] in entries}
+    rows = []
+    for name, spec in known.items():
+        entry = entries[name]
+        rows.append(
+            [
+                f"`{name}`",
+                f"{spec['op']} {significant(spec['goal'])} {spec['unit']}",
+                significant(spec["floor"]),
+                significant(entry["value"]),
+                f"{significant(entry['low'])}-{significant(entry['high'])}",
+                entry["peer"] or "-",
+                yes(entry["ok"]),
+                entry["provider"],
+            ]
+        )
+    header = ["id", "goal", "floor", "measured", "low-high", "peer, same run", "ok", "provider"]
+    met = sum(entries[name]["ok"] for name in known)
+    count = f"{len(rows)} of {len(specs)} goals are measured, {met} of them met. "
+    return table(header, rows) + "\n" + count + provenance(_common([entries[i] for i in known]))
+
+
+def _common(entries: list[Report]) -> Report:
+    """One environment for entries of several runs: the different values of each fact, and days."""
+    flat = [{**entry, **entry["versions"], "date": entry["date"][:10]} for entry in entries]
+    names = ("gpu", "driver", "cuda", "torch", "commit", "date")
+    return {name: " and ".join(sorted({str(entry.get(name)) for entry in flat})) for name in names}
+
+
+def host_overhead() -> str:
+    """What a small call costs on the CPU."""
+    report = read("cpu/host.json")
+    cells: dict[str, dict[tuple[str, int], str]] = {}
+    for row in report["rows"]:
+        text = f"{row['median_us']:.1f} ({row['min_us']:.1f})" if "median_us" in row else "failed"
+        cells.setdefault(row["call"], {})[row["dtype"], row["m"]] = text
+    sizes = list(dict.fromkeys((row["dtype"], row["m"]) for row in report["rows"]))
+    rows = [[f"`{call}`", *(by.get(size, "-") for size in sizes)] for call, by in cells.items()]
+    header = ["call", *(f"{dtype}, M={m}" for dtype, m in sizes)]
+    target = report["target"]
+    verdict = "met" if target["ok"] else "missed"
+    return (
+        table(header, rows)
+        + f"\nTarget: `{target['call']}`, {target['dtype']}, M={target['m']}, under "
+        f"{target['limit_us']:g} us a call: {verdict} ({number(target['median_us'])} us). "
+        + provenance({**report["environment"], "threads": report["threads"]})
+    )
 
 
 def emitter_properties() -> str:
@@ -89,6 +232,10 @@ def emitter_times() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "emitter_properties": emitter_properties,
     "emitter_times": emitter_times,
+    "demo_cpu": demo_cpu,
+    "decode_baseline": decode_baseline,
+    "goals": goals,
+    "host_overhead": host_overhead,
 }
 
 

@@ -14,6 +14,7 @@ import torch
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from fusedops.bench.environment import collect_environment
 from serving_demo.bandwidth import ReadBandwidth
 from serving_demo.engine import Generation
 from serving_demo.files import write_atomically
@@ -72,7 +73,7 @@ class DemoReport:
         prompts_equal: prompts whose greedy tokens equal transformers'; None where not compared.
         comparison: how transformers ran, or why it did not.
         seconds: name of a part -> wall time.
-        machine: names and versions.
+        machine: names, versions, commit and date.
     """
 
     model: str
@@ -164,12 +165,16 @@ def table_of(report: DemoReport) -> Table:
 
 
 def machine_facts(device: torch.device) -> dict[str, str]:
-    """Names and versions that a figure depends on."""
+    """Names and versions that a figure depends on, the commit and the date."""
+    environment = collect_environment()
     facts = {
-        "python": platform.python_version(),
+        "cpu": environment.cpu,
+        "simd": torch.backends.cpu.get_cpu_capability(),
+        "python": environment.python,
         "platform": platform.platform(),
-        "torch": torch.__version__,
-        "cpu": torch.backends.cpu.get_cpu_capability(),
+        **environment.versions,
+        "commit": environment.commit,
+        "date": environment.date,
     }
     for package in ("fusedops", "transformers", "tokenizers", "gguf", "safetensors"):
         try:
@@ -177,15 +182,16 @@ def machine_facts(device: torch.device) -> dict[str, str]:
         except PackageNotFoundError:
             facts[package] = "not installed"
     if device.type == "cuda":
-        facts["gpu"] = torch.cuda.get_device_name(device)
-        facts["cuda"] = str(torch.version.cuda)
+        facts |= {"gpu": environment.gpu, "driver": environment.driver}
     return facts
 
 
 def write_json(report: DemoReport, path: Path) -> None:
-    """Write the report, whole or not at all.
+    """Write the report, whole or not at all; of the model's path only the name.
 
     Raises:
         ConfigError: the file cannot be written.
     """
-    write_atomically(path, json.dumps(asdict(report), indent=2, ensure_ascii=False) + "\n")
+    # Where the model lay says nothing on another machine.
+    data = {**asdict(report), "model": Path(report.model).resolve().name}
+    write_atomically(path, json.dumps(data, indent=2, ensure_ascii=False) + "\n")

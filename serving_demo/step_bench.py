@@ -1,4 +1,4 @@
-"""``python -m serving_demo.step_bench``: a whole decode step of a real shape, measured.
+"""``fusedops demo --shape``: a whole decode step of a real shape, measured.
 
 The step runs from the embedding to the sampled (greedy) token: every layer, the append to the paged
 cache, the head, and the positions that advance, all in one CUDA graph. Weights are random, of the
@@ -11,13 +11,10 @@ other operations on FlashInfer's kernels, or torch's where FlashInfer is absent.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -25,7 +22,7 @@ from fusedops.bench.environment import collect_environment
 from fusedops.bench.roofline import PUBLISHED_CEILINGS, ceilings
 from fusedops.bench.runner import Runner, make_runner
 from fusedops.bench.timer import Protocol
-from fusedops.errors import ConfigError, DeviceError, FusedOpsError, UnsupportedError
+from fusedops.errors import ConfigError, DeviceError, UnsupportedError
 from fusedops.providers.flashinfer_attention import CUDA_CORE_GROUPS, HEAD_DIMS
 from fusedops.providers.flashinfer_base import absent
 from fusedops.providers.gemm import GEMM_PROVIDERS
@@ -39,7 +36,7 @@ from serving_demo.random_model import (
     random_model,
     weight_bytes,
 )
-from serving_demo.shapes import SHAPES, Shape, shape_by_name
+from serving_demo.shapes import Shape, shape_by_name
 from serving_demo.step_model import ADVANCES, FusedStep, StepBatch, StepProviders
 from serving_demo.step_report import StepFloor, StepRow, step_row, steps_table, write_steps
 from serving_demo.step_timing import HostWorkRunner, Oracle, Step, time_steps
@@ -48,7 +45,7 @@ from serving_demo.step_torch import PlainStep, PlainWeights
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["ShapeOptions", "check_shape_options", "main", "measure_shape", "run_shapes"]
+__all__ = ["ShapeOptions", "check_shape_options", "measure_shape", "run_shapes"]
 
 AttentionName = Literal["auto", "flashinfer", "torch"]
 ATTENTIONS: tuple[AttentionName, ...] = ("auto", "flashinfer", "torch")
@@ -298,52 +295,3 @@ def _batch_rows(
         )
         for step in steps
     ]
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
-
-
-def _parser() -> argparse.ArgumentParser:
-    default = ShapeOptions(shape="")
-    parser = argparse.ArgumentParser(
-        prog="python -m serving_demo.step_bench",
-        description="Measure a whole decode step of a real model's shape with random weights.",
-    )
-    add = parser.add_argument
-    add("--shape", required=True, help=", ".join(SHAPES))
-    add(
-        "--batch",
-        dest="batches",
-        type=_sizes,
-        default=default.batches,
-        metavar="N[,N...]",
-        help="requests a step (default: 1,8,32,64)",
-    )
-    add("--context", type=int, default=default.context, metavar="N")
-    add("--provider", default=default.provider, help="who runs the products")
-    add("--attention", default=default.attention, help=", ".join(ATTENTIONS))
-    add("--tensor-cores", action="store_true", help="FlashInfer's tensor-core decode kernel")
-    add("--replays", type=int, default=default.replays, metavar="N", help="timed steps a row")
-    add("--seed", type=int, default=default.seed, metavar="N")
-    add("--json", dest="json_path", type=Path, metavar="FILE", help="add the rows to this file")
-    add("--quiet", action="store_true", help="print errors only")
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None, errors: TextIO | None = None) -> int:
-    """Run a measurement; returns 0, 1 where a contender failed its check, 2 after an error line."""
-    values: dict[str, Any] = vars(_parser().parse_args(arguments))
-    quiet = values.pop("quiet")
-    try:
-        from rich.console import Console
-
-        rows = run_shapes(ShapeOptions(**values), Console(quiet=quiet))
-    except FusedOpsError as error:
-        print(f"error: {error}", file=errors or sys.stderr)
-        return 2
-    return int(any(row.ms is None for row in rows))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

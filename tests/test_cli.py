@@ -82,7 +82,9 @@ def test_version(cli: RunCommand) -> None:
     assert cli("--version") == (0, f"fusedops {fusedops.__version__}\n", "")
 
 
-@pytest.mark.parametrize("command", [(), ("doctor",), ("demo",), ("explain",), ("cache", "clear")])
+@pytest.mark.parametrize(
+    "command", [(), ("doctor",), ("demo",), ("explain",), ("cache", "clear"), ("bench", "host")]
+)
 def test_help_names_the_command(cli: RunCommand, command: tuple[str, ...]) -> None:
     code, out, _ = cli(*command, "--help")
     assert code == 0
@@ -313,9 +315,15 @@ def test_cache_refuses_a_folder_that_others_can_write(cli: RunCommand, cache_dir
 
 @pytest.fixture
 def demo_options(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Replaces the demo's run by one that keeps its options."""
+    """Replaces the demo's runs by some that keep their options."""
     seen: list[object] = []
-    monkeypatch.setattr("serving_demo.run.run_demo", seen.append)
+
+    def keep(options: object, _console: object) -> tuple[()]:
+        seen.append(options)
+        return ()
+
+    monkeypatch.setattr("serving_demo.run.run_demo", keep)
+    monkeypatch.setattr("serving_demo.step_bench.run_shapes", keep)
     return seen
 
 
@@ -354,8 +362,73 @@ def test_demo_without_options_takes_the_demos_defaults(
     assert demo_options == [DemoOptions()]
 
 
+def test_demo_hands_the_options_of_a_shape_over(
+    cli: RunCommand, demo_options: list[object], tmp_path: Path
+) -> None:
+    from serving_demo.step_bench import ShapeOptions
+
+    code, _, err = cli(
+        *("demo", "--shape", "qwen2.5-7b", "--batch", "1,8", "--batch", "32", "--context", "512"),
+        *("--provider", "cutlass", "--attention", "torch", "--tensor-cores", "--replays", "9"),
+        *("--seed", "3", "--json", str(tmp_path / "out.json")),
+    )
+    assert (code, err) == (0, "")
+    assert cli("demo", "--shape", "llama3-8b")[0] == 0
+    expected = ShapeOptions(
+        "qwen2.5-7b",
+        batches=(1, 8, 32),
+        context=512,
+        provider="cutlass",
+        attention="torch",
+        tensor_cores=True,
+        replays=9,
+        json_path=tmp_path / "out.json",
+        seed=3,
+    )
+    assert demo_options == [expected, ShapeOptions("llama3-8b")]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--prompt", "a"),
+        ("--max-new-tokens", "1"),
+        ("--model", "m.gguf"),
+        ("--device", "cpu"),
+        ("--dtype", "float32"),
+        ("--temperature", "0"),
+        ("--no-compare",),
+    ],
+)
+def test_demo_refuses_a_models_options_with_a_shape(
+    cli: RunCommand, demo_options: list[object], options: tuple[str, ...]
+) -> None:
+    outcome = cli("demo", "--shape", "llama3-8b", *options)
+    flag = "--compare/--no-compare" if options == ("--no-compare",) else options[0]
+    assert_one_error_line(*outcome, f"{flag}: not accepted with --shape")
+    assert demo_options == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--batch", "1"),
+        ("--context", "16"),
+        ("--provider", "cublas"),
+        ("--attention", "torch"),
+        ("--tensor-cores",),
+        ("--replays", "3"),
+    ],
+)
+def test_demo_refuses_a_shapes_options_without_one(
+    cli: RunCommand, demo_options: list[object], options: tuple[str, ...]
+) -> None:
+    assert_one_error_line(*cli("demo", *options), f"{options[0]}: accepted with --shape only")
+    assert demo_options == []
+
+
 def test_demo_names_a_missing_package(cli: RunCommand, monkeypatch: pytest.MonkeyPatch) -> None:
-    def lacks_gguf(_options: object) -> None:
+    def lacks_gguf(_options: object, _console: object) -> None:
         raise ModuleNotFoundError("No module named 'gguf'", name="gguf")
 
     monkeypatch.setattr("serving_demo.run.run_demo", lacks_gguf)

@@ -14,10 +14,10 @@ import torch
 from rich.console import Console
 from test_demo_models import save, transformers_model
 
+from fusedops.cli import main
 from fusedops.errors import ConfigError, DeviceError, FusedOpsError, LoadError, ShapeError
 from serving_demo import bandwidth as bandwidth_module
 from serving_demo import loader as loader_module
-from serving_demo.__main__ import main
 from serving_demo.bandwidth import ReadBandwidth, measure_read_bandwidth
 from serving_demo.console import LoadingBars, TextStreams, printable
 from serving_demo.contender import load_contender
@@ -80,7 +80,9 @@ def test_a_run_compares_measures_and_reports(folder: Path, tmp_path: Path) -> No
 
     written = json.loads(path.read_text())
     assert written["prompts_equal"] == 3
+    assert written["model"] == folder.name
     assert written["machine"]["torch"] == torch.__version__
+    assert {"cpu", "commit", "date"} <= written["machine"].keys()
     assert written["threads"] == torch.get_num_threads()
     assert written["figures"][0]["decode_tokens_per_s"] == report.figures[0].decode_tokens_per_s
     assert [tuple(tokens) for tokens in written["tokens"]] == list(report.tokens)
@@ -239,13 +241,18 @@ def test_bars_are_shown_on_a_terminal_only() -> None:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line with which ``python -m serving_demo`` refuses its arguments."""
-    assert main(arguments) == 2
+    """The one line with which ``fusedops demo`` refuses its arguments."""
+    assert main(["demo", *arguments]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith("error: ")
     assert printed.err.count("\n") == 1
     return printed.err
+
+
+def prompts(*texts: str) -> list[str]:
+    """The arguments that ask for these prompts."""
+    return [argument for text in texts for argument in ("--prompt", text)]
 
 
 def test_bad_input_is_one_line_and_exit_code_2(
@@ -257,18 +264,18 @@ def test_bad_input_is_one_line_and_exit_code_2(
     short = tmp_path / "short.gguf"
     short.write_bytes(b"GGUF\x03\0\0\0\x01")
     assert "truncated" in refused(capsys, "--model", str(short), "--device", "cpu")
-    assert "prompt 2 is empty" in refused(capsys, "a", "  ", *tiny)
-    assert "dtype 'int8'" in refused(capsys, "a", *tiny, "--dtype", "int8")
-    assert "device 'tpu'" in refused(capsys, "a", *tiny, "--device", "tpu")
-    assert "max_new_tokens is 0" in refused(capsys, "a", *tiny, "--max-new-tokens", "0")
-    assert "temperature is nan" in refused(capsys, "a", *tiny, "--temperature", "nan")
-    assert "prompt 1 has 200 tokens" in refused(capsys, "x" * 200, *tiny)
-    assert "holds 128 for a request" in refused(capsys, "x" * 100, *tiny)
-    assert "accepted are 1 to 64" in refused(capsys, *(["a"] * 65), *tiny, "--max-new-tokens", "1")
+    assert "prompt 2 is empty" in refused(capsys, *prompts("a", "  "), *tiny)
+    assert "dtype 'int8'" in refused(capsys, *tiny, "--dtype", "int8")
+    assert "device 'tpu'" in refused(capsys, *tiny, "--device", "tpu")
+    assert "temperature is nan" in refused(capsys, *tiny, "--temperature", "nan")
+    assert "prompt 1 has 200 tokens" in refused(capsys, *prompts("x" * 200), *tiny)
+    assert "holds 128 for a request" in refused(capsys, *prompts("x" * 100), *tiny)
+    many = (*prompts(*["a"] * 65), "--max-new-tokens", "1")
+    assert "accepted are 1 to 64" in refused(capsys, *many, *tiny)
     assert not json_path.exists()
     nowhere = str(tmp_path / "none" / "report.json")
     assert f"{tmp_path / 'none'} of report.json does not exist" in refused(
-        capsys, "a", *tiny[:-1], nowhere
+        capsys, *tiny[:-1], nowhere
     )
 
 
@@ -277,13 +284,14 @@ def test_another_architecture_is_named(
 ) -> None:
     values = json.loads((folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**values, "model_type": "gpt2"}))
-    line = refused(capsys, "a", "--model", str(tmp_path), "--device", "cpu")
+    line = refused(capsys, "--model", str(tmp_path), "--device", "cpu")
     assert "'gpt2'" in line
     assert "accepted are llama, mistral" in line
 
 
 def test_a_run_from_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["ab", "--model", str(folder), "--max-new-tokens", "3", "--device", "cpu"]
+    arguments = ["demo", *prompts("ab"), "--model", str(folder), "--max-new-tokens", "3"]
+    arguments += ["--device", "cpu"]
     assert main([*arguments, "--no-compare"]) == 0
     assert "not compared" in capsys.readouterr().out
     assert main([*arguments, "--no-compare", "--quiet"]) == 0
@@ -304,9 +312,11 @@ def test_dtypes() -> None:
     assert resolve_dtype(DemoOptions(dtype="float16"), cpu) is torch.float16
 
 
-def test_no_prompt_at_all() -> None:
+def test_numbers_that_cannot_run() -> None:
     with pytest.raises(ConfigError, match="no prompt"):
         check_options(DemoOptions(prompts=()))
+    with pytest.raises(ConfigError, match="max_new_tokens is 0"):
+        check_options(DemoOptions(max_new_tokens=0))
 
 
 def test_the_report_is_written_whole_or_not_at_all(

@@ -3,6 +3,8 @@
 A layer is ``activation(x @ w.T + bias) + residual``, or with a gate ``activation(gate) * up`` over
 a weight that stacks gate rows on up rows. Buffers hold the inputs (x, w, bias?, residual?) and one
 output. Each peer fuses what it can and runs the rest as separate torch operations, as its users do.
+
+``MODELS`` holds the sizes of the models whose layers are measured.
 """
 
 from __future__ import annotations
@@ -23,7 +25,23 @@ from fusedops.bench.peers import Available, Check, fresh_compile, peer_status
 from fusedops.bench.ranking import best_algorithm
 from fusedops.check import require_choice
 
-__all__ = ["ACTIVATIONS", "Layer", "LtFusion", "lt_fusion", "make_layer_buffers", "product_peers"]
+__all__ = [
+    "ACTIVATIONS",
+    "CUBLASLT",
+    "MODELS",
+    "PRODUCTS",
+    "Layer",
+    "LtFusion",
+    "ModelShape",
+    "cublas_peers",
+    "lt_fusion",
+    "make_layer_buffers",
+    "product_peers",
+    "quack_peers",
+]
+
+CUBLASLT = "cublaslt best of 8"
+"""The contender that runs cuBLASLt's best algorithm."""
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "": lambda x: x,
@@ -85,6 +103,18 @@ class Layer:
         """Columns of the output."""
         return self.N // 2 if self.gated else self.N
 
+    @property
+    def chain_text(self) -> str:
+        """The epilogue chain as ``fusedops.gemm`` takes it."""
+        steps = ["bias"] if self.bias else []
+        if self.gated:
+            steps.append(f"gate({self.activation})")
+        elif self.activation:
+            steps.append(f"act({self.activation})")
+        if self.residual:
+            steps.append("residual")
+        return "|".join(steps) or "none"
+
     def epilogue(self, product: Tensor, residual: Tensor | None) -> Tensor:
         """What follows ``x @ w.T + bias``, as separate torch operations in the tensor's dtype."""
         activation = ACTIVATIONS[self.activation]
@@ -108,6 +138,58 @@ class Layer:
         if bias is not None:
             product += bias.double()
         return self.epilogue(product, None if residual is None else residual.double())
+
+
+PRODUCTS = ("qkv_bias", "o_residual", "gate_up_swiglu", "down_residual", "lm_head")
+"""The products of a decoder, each with its epilogue, in the order of a step."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a decoder's linear layers.
+
+    Attributes:
+        hidden: columns of the residual stream.
+        query: query heads times their width.
+        kv: key/value heads times their width.
+        intermediate: columns behind the gate.
+        vocabulary: rows of the head.
+        layers: decoder layers.
+    """
+
+    hidden: int
+    query: int
+    kv: int
+    intermediate: int
+    vocabulary: int
+    layers: int
+
+    def layer(self, product: str, M: int) -> Layer:
+        """One of ``PRODUCTS`` at M rows.
+
+        Raises:
+            ConfigError: an unknown product.
+        """
+        require_choice("ModelShape.layer", "product", product, PRODUCTS)
+        if product == "qkv_bias":
+            return Layer(M, self.query + 2 * self.kv, self.hidden, bias=True)
+        if product == "o_residual":
+            return Layer(M, self.hidden, self.query, residual=True)
+        if product == "gate_up_swiglu":
+            return Layer(M, 2 * self.intermediate, self.hidden, activation="silu", gated=True)
+        if product == "down_residual":
+            return Layer(M, self.hidden, self.intermediate, residual=True)
+        return Layer(M, self.vocabulary, self.hidden)
+
+
+MODELS = {
+    "llama3-8b": ModelShape(4096, 4096, 1024, 14336, 128256, 32),
+    "llama3.2-1b": ModelShape(2048, 2048, 512, 8192, 128256, 16),
+    "qwen2.5-7b": ModelShape(3584, 3584, 512, 18944, 152064, 28),
+    # One rank's share of tensor parallelism over 8 GPUs.
+    "llama3-70b-tp8": ModelShape(8192, 1024, 128, 3584, 16032, 80),
+}
+"""Sizes from each model's config.json, by the names that ``serving_demo`` gives them."""
 
 
 def make_layer_buffers(layer: Layer, generator: torch.Generator) -> Buffers:
@@ -186,11 +268,14 @@ def _cublaslt(layer: Layer, check: Check) -> Contender:
             return out
         return out + residual if fusion.activation else layer.epilogue(out, residual)
 
-    return Contender("cublaslt best of 8", run, check, prepare=prepare)
+    return Contender(CUBLASLT, run, check, prepare=prepare)
 
 
-def _quack(layer: Layer, check: Check, limit: int) -> list[Contender]:
-    """One contender a configuration; the best of them is QuACK's row."""
+def quack_peers(layer: Layer, check: Check, limit: int = len(_QUACK_CONFIGS)) -> list[Contender]:
+    """One contender a configuration; the best of them is QuACK's row.
+
+    QuACK must be installed (``peer_status``). The list is empty where it lacks the activation.
+    """
     interface = importlib.import_module("quack.gemm_interface")
     config_class = importlib.import_module("quack.gemm_config").GemmConfig
     names = _QUACK_GATES if layer.gated else _QUACK_ACTIVATIONS
@@ -244,6 +329,15 @@ def _quack(layer: Layer, check: Check, limit: int) -> list[Contender]:
     return [contender(fields) for fields in legal[:limit]]
 
 
+def cublas_peers(layer: Layer, check: Check) -> list[Contender]:
+    """``torch``, and ``cublaslt best of 8`` where there is one."""
+    plain = _torch_run(layer)
+    found = [Contender("torch", lambda b: plain(*layer.operands(b)), check)]
+    if isinstance(peer_status(["cublaslt"])["cublaslt"], Available):
+        found.append(_cublaslt(layer, check))
+    return found
+
+
 def product_peers(
     layer: Layer, check: Check, *, quack_configs: int = len(_QUACK_CONFIGS)
 ) -> list[Contender]:
@@ -258,14 +352,11 @@ def product_peers(
         contenders named ``torch``, ``torch.compile``, ``cublaslt best of 8`` and ``quack ...``.
         ``peer_status()`` says why one is missing.
     """
-    status = peer_status(["torch.compile", "cublaslt", "quack"])
-    plain = _torch_run(layer)
-    found = [Contender("torch", lambda b: plain(*layer.operands(b)), check)]
+    status = peer_status(["torch.compile", "quack"])
+    found = cublas_peers(layer, check)
     if isinstance(status["torch.compile"], Available):
-        function = fresh_compile(plain)
-        found.append(Contender("torch.compile", lambda b: function(*layer.operands(b)), check))
-    if isinstance(status["cublaslt"], Available):
-        found.append(_cublaslt(layer, check))
+        function = fresh_compile(_torch_run(layer))
+        found.insert(1, Contender("torch.compile", lambda b: function(*layer.operands(b)), check))
     if quack_configs and isinstance(status["quack"], Available):
-        found += _quack(layer, check, quack_configs)
+        found += quack_peers(layer, check, quack_configs)
     return found

@@ -1,4 +1,4 @@
-"""The command ``fusedops``: doctor, demo, explain, cache.
+"""The command ``fusedops``: doctor, demo, explain, tune, prebuild, cache, bench.
 
 Errors that fusedops raises on purpose, and the operating system's, come out as one line
 ``error: ...`` on stderr with exit code 2; ``FUSEDOPS_DEBUG=1`` shows the traceback instead. Ctrl-C
@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 import fusedops
-from fusedops.cli import cache, demo, doctor, explain
+from fusedops.cli import bench, cache, demo, doctor, explain, prebuild, tune
 from fusedops.cli.output import print_error
 from fusedops.errors import FusedOpsError
 
@@ -50,7 +50,10 @@ def options(
 app.command()(doctor.doctor)
 app.command()(demo.demo)
 app.command()(explain.explain)
+app.command()(tune.tune)
+app.command()(prebuild.prebuild)
 app.add_typer(cache.app, name="cache")
+app.add_typer(bench.app, name="bench")
 
 
 def _exit_code(leaving: SystemExit) -> int:

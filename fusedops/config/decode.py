@@ -22,6 +22,7 @@ DECODE_BUCKETS = (8, 16, 32, 64)
 """Padded M of the decode kernels: the wgmma N they are compiled for."""
 
 _WGMMA_ROWS = 64
+_MANY_ROUNDS = 4
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class DecodeConfig:
         m_pad: padded M, the wgmma N: 8, 16, 32 or 64.
         trigger: the producer allows the next kernel to start once it has at most this many k-tiles
             left to load; -1 does so at once.
+        prefetch: k-tiles of the weight that are fetched into L2 behind those that the ring takes,
+            before the kernel waits for the one before it.
     """
 
     rows: int
@@ -44,6 +47,7 @@ class DecodeConfig:
     split: int
     m_pad: int
     trigger: int = -1
+    prefetch: int = 0
 
     @property
     def warpgroups(self) -> int:
@@ -58,13 +62,18 @@ class DecodeConfig:
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """A named tiling of the decode kernel, see ``cutlass_configs/sm90.toml``."""
+    """A named tiling of the decode kernel, see ``cutlass_configs/sm90.toml``.
+
+    ``resident`` is the number of CTAs that share an SM, and so its shared memory.
+    """
 
     name: str
     rows: int
     k: int
     split: int
     trigger: int
+    prefetch: int = 0
+    resident: int = 1
 
     def stages(self, m_pad: int, element_bytes: int) -> int:
         """TMA stages that fit beside the reduction buffer, the statistics and the barriers."""
@@ -72,19 +81,32 @@ class DecodeTile:
         exchange = (self.split - 1) * warps * 32 * (m_pad // 4) * 4
         statistics = 2 * (warps + 1) * m_pad * 4
         stage = (self.rows + m_pad) * self.k * element_bytes + 16
-        return min(24, (SHARED_BYTES - exchange - statistics - 2048) // stage)
+        shared = (SHARED_BYTES - (self.resident - 1) * 1024) // self.resident
+        return min(24, (shared - exchange - statistics - 2048) // stage)
 
     def config(self, m: int, element_bytes: int) -> DecodeConfig:
         """The compiled configuration that serves ``m`` rows."""
         bucket = m_bucket(m)
         stages = self.stages(bucket, element_bytes)
-        return DecodeConfig(self.rows, self.k, stages, self.split, bucket, self.trigger)
+        return DecodeConfig(
+            self.rows,
+            self.k,
+            stages,
+            self.split,
+            bucket,
+            self.trigger,
+            self.prefetch,
+        )
 
     def clusters(self, n: int, sm_count: int) -> int:
-        """Clusters to launch: as few as give every one of them the same number of tiles."""
+        """Clusters to launch: as few as give every one of them the same number of tiles.
+
+        With many tiles a cluster, the last round weighs less than SMs that stay idle.
+        """
+        slots = self.resident * sm_count // self.split
         tiles = -(-n // self.rows)
-        waves = -(-tiles // (sm_count // self.split))
-        return -(-tiles // waves)
+        rounds = -(-tiles // slots)
+        return slots if rounds > _MANY_ROUNDS else -(-tiles // rounds)
 
     def legal(self, problem: GemmProblem) -> str | None:
         """Why the tiling cannot serve ``problem``, or None if it can."""
@@ -114,7 +136,7 @@ class DecodeTile:
         element = problem.x_dtype.itemsize
         clusters = self.clusters(spec.n, problem.sm_count)
         tiles = -(-spec.n // self.rows)
-        waves = -(-tiles // clusters)
+        waves = -(-tiles // clusters) * self.resident
         k = -(-spec.k // self.split)
         weight = waves * self.rows * k * element
         x = waves * m_bucket(problem.m) * k * element

@@ -16,10 +16,23 @@ from typing import Any, Protocol, TypeVar
 from fusedops.errors import ConfigError
 from fusedops.problem import GemmProblem
 
-__all__ = ["SHARED_BYTES", "NamedTile", "choose_tile", "load_tiles", "tuned_choices", "tuning_key"]
+__all__ = [
+    "SHARED_BYTES",
+    "TUNED_SCHEMA",
+    "NamedTile",
+    "choose_tile",
+    "load_tiles",
+    "tuned_choices",
+    "tuned_path",
+    "tuning_key",
+    "tuning_m",
+]
 
 SHARED_BYTES = 227 * 1024
 """Shared memory that a CTA can have (CUDA C++ Programming Guide, compute capability 9.0)."""
+
+TUNED_SCHEMA = 1
+"""Version of the layout of ``cutlass_configs/tuned/<gpu>.json``."""
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _DECODE_M = (8, 16, 32, 64)
@@ -74,17 +87,59 @@ def load_tiles(family: str, make: Callable[..., Tile]) -> tuple[Tile, ...]:
         raise ConfigError(f"{path.name} is malformed: {error}") from error
 
 
+def tuned_path(gpu: str) -> Path:
+    """Where the measured choices for a GPU are kept: ``NVIDIA H200`` -> ``nvidia_h200.json``."""
+    return _folder() / "tuned" / f"{'_'.join(gpu.lower().split())}.json"
+
+
+@cache
+def _tile_names() -> frozenset[str]:
+    """Names of all tiles of all kernel families and architectures."""
+    names: set[str] = set()
+    for path in sorted(_folder().glob("sm*.toml")):
+        try:
+            tables = tomllib.loads(path.read_text(encoding="utf-8")).values()
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{path.name} is malformed: {error}") from error
+        names.update(*(table for table in tables if isinstance(table, dict)))
+    return frozenset(names)
+
+
 @cache
 def tuned_choices(gpu: str) -> dict[str, Any]:
-    """Measured choices for a GPU by problem key; empty where none were committed."""
-    path = _folder() / "tuned" / f"{gpu}.json"
+    """Measured choices for a GPU by problem key; empty where none were committed.
+
+    Raises:
+        ConfigError: the file is malformed, is another GPU's, or names an unknown configuration.
+    """
+    path = tuned_path(gpu)
     if not path.is_file():
         return {}
-    loaded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["choices"]
-    return loaded
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        _check_tuned(data, gpu)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        what = f"no field {error}" if isinstance(error, KeyError) else error
+        raise ConfigError(
+            f"{path} is malformed: {what}. Write it with `fusedops tune`, or remove it to choose "
+            "by the analytic model."
+        ) from error
+    choices: dict[str, Any] = data["choices"]
+    return choices
 
 
-def _m_key(m: int) -> int:
+def _check_tuned(data: Any, gpu: str) -> None:
+    """ValueError, KeyError, TypeError or AttributeError unless ``data`` has the right layout."""
+    if data["schema"] != TUNED_SCHEMA:
+        raise ValueError(f"schema {data['schema']!r}; this version reads {TUNED_SCHEMA}")
+    if data["gpu"] != gpu:
+        raise ValueError(f"it was measured on {data['gpu']!r}, not on {gpu!r}")
+    for key, row in data["choices"].items():
+        if row["config"] not in _tile_names():
+            raise ValueError(f"{key!r} names the unknown configuration {row['config']!r}")
+
+
+def tuning_m(m: int) -> int:
     """The M that a measured choice is filed under: the decode buckets, then 2^i and 3 * 2^i."""
     for bucket in _DECODE_M:
         if m <= bucket:
@@ -100,7 +155,7 @@ def tuning_key(problem: GemmProblem) -> str:
     spec = problem.spec
     gated = "gated" if spec.out_n != spec.n else "plain"
     dtype = str(problem.x_dtype).removeprefix("torch.")
-    return f"n{spec.n} k{spec.k} m{_m_key(problem.m)} {dtype} {gated}"
+    return f"n{spec.n} k{spec.k} m{tuning_m(problem.m)} {dtype} {gated}"
 
 
 def choose_tile(family: str, tiles: Sequence[Tile], problem: GemmProblem, gpu: str) -> Tile:

@@ -179,17 +179,6 @@ class DecodeGemm:
         s_x = smem.allocate_tensor(
             self.element, x_layout.outer, byte_alignment=1024, swizzle=x_layout.inner
         )
-        if thread == 0:
-            for i in cutlass.range_constexpr(stages):
-                cute.arch.mbarrier_init(full + i, 1)
-                cute.arch.mbarrier_init(empty + i, warps)
-            cute.arch.mbarrier_init(received, consumers)
-            cute.arch.mbarrier_init(drained, consumers)
-        cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
-        if const_expr(split > 1):
-            cute.arch.cluster_arrive_relaxed()
-
         g_w = cute.local_tile(w, (rows, k_tile), (None, None))
         g_x = cute.local_tile(x, (m_pad, k_tile), (0, None))
         one = cute.make_layout(1)
@@ -201,8 +190,18 @@ class DecodeGemm:
         )
         total = (tile_last - tile_first) * k_count
 
+        ahead = cutlass.min(total, Int32(stages))
         if warp == warps:
-            ahead = cutlass.min(total, Int32(stages))
+            # Weights are asked for before the other warps have started. x's descriptor is fetched
+            # meanwhile: its first load stands between the kernel before and all that needs x.
+            with cute.arch.elect_one():
+                for i in cutlass.range_constexpr(stages):
+                    cute.arch.mbarrier_init(full + i, 1)
+                    cute.arch.mbarrier_init(empty + i, warps)
+                cute.arch.mbarrier_init(received, consumers)
+                cute.arch.mbarrier_init(drained, consumers)
+            cute.arch.mbarrier_init_fence()
+            cute.arch.sync_warp()
             for i in cutlass.range(ahead, unroll=1):
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full + i, stage_bytes)
@@ -213,6 +212,17 @@ class DecodeGemm:
                     tma_bar_ptr=full + i,
                     cache_policy=Int64(EVICT_FIRST),
                 )
+            cpasync.prefetch_descriptor(x_atom)
+            # The ring is full before x can be read, so that memory would idle: L2 takes some more.
+            for i in cutlass.range(ahead, cutlass.min(total, ahead + cfg.prefetch), unroll=1):
+                cute.prefetch(
+                    w_atom, t_wg[(None, tile_first + i // k_count, k_first + i % k_count)]
+                )
+        cute.arch.sync_threads()
+        if const_expr(split > 1):
+            cute.arch.cluster_arrive_relaxed()
+
+        if warp == warps:
             if const_expr(self.pdl):
                 cute.arch.griddepcontrol_wait()
             if const_expr(split > 1):

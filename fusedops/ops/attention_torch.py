@@ -50,7 +50,7 @@ def attend_on_host(
         return _attend_single(q, k_slots, v_slots, pages, lengths, options)
     starts = query_start.tolist()
     _require_offsets(starts, lengths, q.shape[0], max_query_len)
-    if len(lengths) == 1 and starts[1] == q.shape[0] and lengths[0]:
+    if len(lengths) == 1 and starts[1] == q.shape[0] > 0 and lengths[0]:
         return _attend_one(q, k_slots, v_slots, pages[0], lengths[0], options).contiguous()
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     for request, length in enumerate(lengths):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedops.check import require_dtype, require_shape
+from fusedops.errors import LayoutError
 from fusedops.ops.guards import (
     INDEX_DTYPES,
     require_per_token,
@@ -19,7 +20,13 @@ from fusedops.ops.guards import (
 from fusedops.ops.op import Op
 from fusedops.ops.paged import check_paged_cache, require_length, require_pages, slots_view
 
-__all__ = ["append_paged_kv", "append_slots", "check_append", "write_slots"]
+__all__ = [
+    "append_paged_kv",
+    "append_slots",
+    "check_append",
+    "require_two_caches",
+    "write_slots",
+]
 
 _FEW_TOKENS = 16
 """Up to this many tokens are placed by a Python loop on the CPU: it is quicker than torch calls."""
@@ -49,6 +56,14 @@ def check_append(
     require_per_token(op, "positions", positions, k)
     require_writable(op, "k_cache", k_cache)
     require_writable(op, "v_cache", v_cache)
+
+
+def require_two_caches(op: str, k_cache: Tensor, v_cache: Tensor) -> None:
+    """Raise LayoutError where both caches are one tensor: the values would replace the keys."""
+    if k_cache is v_cache:
+        raise LayoutError(
+            f"{op}: k_cache and v_cache are one tensor; both are written, so allocate one for each."
+        )
 
 
 def _place_few(
@@ -201,6 +216,9 @@ Op(
     "append_paged_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache,"
     " Tensor block_table, Tensor request_index, Tensor positions, str layout) -> ()",
     check=partial(check_append, "append_paged_kv"),
+    check_aliases=lambda k, v, k_cache, v_cache, *_rest: require_two_caches(
+        "append_paged_kv", k_cache, v_cache
+    ),
     fake=lambda *_args: None,
     reference=_append,
 )

@@ -7,6 +7,7 @@ call through it costs a third as much.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from fusedops.providers.base import (
     not_applicable,
 )
 
-__all__ = ["LIBRARY", "OPS", "Op", "refuse_grad"]
+__all__ = ["LIBRARY", "OPS", "Op", "ignore_autocast", "refuse_grad"]
 
 LIBRARY = torch.library.Library("fusedops", "DEF")
 """The one library object; it must live as long as the process, or torch forgets the operators."""
@@ -41,6 +42,24 @@ def refuse_grad(op: str, args: tuple[Any, ...]) -> None:
                 f"fusedops::{op} is inference only, but an input requires grad while grad mode is "
                 "on; call it under torch.inference_mode() or torch.no_grad(), or detach the input"
             )
+
+
+def _run_without_autocast(op: Callable[..., Any], device_type: str, *args: Any) -> Any:
+    with torch.autocast(device_type, enabled=False):
+        return op(*args)
+
+
+def ignore_autocast(name: str) -> None:
+    """Make ``fusedops::<name>``, once defined, compute the same under ``torch.autocast``.
+
+    Its dtypes follow its arguments, and its float32 parts are documented; autocast would turn the
+    products inside into half precision. Registered for the dispatch keys that only autocast turns
+    on, so that other calls do not pay for it.
+    """
+    op = getattr(torch.ops.fusedops, name).default
+    for device_type in ("cpu", "cuda"):
+        run = partial(_run_without_autocast, op, device_type)
+        LIBRARY.impl(name, run, f"Autocast{device_type.upper()}")
 
 
 def _any_device(*_args: Any) -> Support:
@@ -114,6 +133,7 @@ class Op:
         LIBRARY.define(schema)
         LIBRARY.impl(self.name, self._run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"fusedops::{self.name}", self._run_fake, lib=LIBRARY)
+        ignore_autocast(self.name)
         OPS[self.name] = self
 
     def add(self, provider: str, supports: Callable[..., Support], run: Callable[..., Any]) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fusedops.ops.guards import require_writable
-from fusedops.ops.kv_append import append_slots, check_append, write_slots
+from fusedops.ops.kv_append import append_slots, check_append, require_two_caches, write_slots
 from fusedops.ops.op import Op
 from fusedops.ops.rope_kv import check_rope, require_in_table, rotate_in_place
 
@@ -67,6 +67,9 @@ Op(
     " Tensor(c!) k_cache, Tensor(d!) v_cache, Tensor block_table, Tensor request_index, str style,"
     " str layout) -> ()",
     check=_check,
+    check_aliases=lambda q, k, v, positions, cos_sin, k_cache, v_cache, *_rest: require_two_caches(
+        _NAME, k_cache, v_cache
+    ),
     fake=lambda *_args: None,
     reference=_reference,
 )

@@ -33,8 +33,11 @@ def choose_candidate(problem: GemmProblem) -> Candidate:
     """The kernel and tiling for a problem: measured, else predicted fastest.
 
     Raises:
-        ConfigError: no tiling of any family is legal; the message lists why.
+        ConfigError: no tiling of any family is legal (the message lists why), or the file of
+            measured choices is malformed.
     """
+    # Read first: a malformed file is not one family's reason.
+    tuned = tuned_choices(problem.gpu).get(tuning_key(problem))
     candidates, reasons = [], []
     for family in FAMILIES:
         try:
@@ -43,7 +46,6 @@ def choose_candidate(problem: GemmProblem) -> Candidate:
             reasons.append(str(error))
     if not candidates:
         raise ConfigError("; ".join(reasons))
-    tuned = tuned_choices(problem.gpu).get(tuning_key(problem))
     for candidate in candidates:
         if tuned is not None and candidate.name == tuned["config"]:
             return candidate

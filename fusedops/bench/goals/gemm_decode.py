@@ -3,67 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-
-import torch
-from torch import Tensor
+from functools import partial
 
 from fusedops.bench.chain import ChainContender, DependentChain
 from fusedops.bench.goal_run import GoalRun, Reading
 from fusedops.bench.goals import goal
+from fusedops.bench.goals.gemm_rows import COVERS, MINE, chain_launch
 from fusedops.bench.layer_chain import LayerChain
 from fusedops.bench.measurement import Measurement, Outcome
-from fusedops.bench.products import Layer
-from fusedops.packing import pack_gate_up
+from fusedops.bench.products import MODELS, PRODUCTS, Layer
 
 __all__ = ["LAYERS"]
 
-COVERS = (
-    "fusedops/gemm.py",
-    "fusedops/config",
-    "fusedops/cutlass",
-    "fusedops/epilogue",
-    "fusedops/providers/cutlass*.py",
-    "cutlass_configs",
-)
-MINE = "fusedops"
-
 LAYERS: dict[str, Callable[[int], Layer]] = {
-    "qkv_bias": lambda m: Layer(m, 6144, 4096, bias=True),
-    "o_residual": lambda m: Layer(m, 4096, 4096, residual=True),
-    "gate_up_swiglu": lambda m: Layer(m, 28672, 4096, activation="silu", gated=True),
-    "down_residual": lambda m: Layer(m, 4096, 14336, residual=True),
-    "lm_head": lambda m: Layer(m, 128256, 4096),
+    name: partial(MODELS["llama3-8b"].layer, name) for name in PRODUCTS
 }
 """The products of one layer of Llama-3-8B and its head, by name, at M rows."""
-
-
-def epilogue_text(layer: Layer) -> str:
-    """The epilogue chain of a layer."""
-    steps = ["bias"] if layer.bias else []
-    if layer.gated:
-        steps.append(f"gate({layer.activation})")
-    elif layer.activation:
-        steps.append(f"act({layer.activation})")
-    if layer.residual:
-        steps.append("residual")
-    return "|".join(steps) or "none"
-
-
-def _launcher(layers: LayerChain) -> Callable[[Tensor, int, Tensor], None]:
-    """One launch of ``fusedops::gemm_out`` on weight ``index``."""
-    layer = layers.layer
-    spec = f"none > dense({layer.N},{layer.K}) > {epilogue_text(layer)} > bf16"
-    weights = list(layers.chain.weights)
-    if layer.gated:
-        half = layer.N // 2
-        weights = [pack_gate_up(weight[:half], weight[half:]) for weight in weights]
-    operands = [term for term in (layers.bias, layers.residual) if term is not None]
-    run = torch.ops.fusedops.gemm_out.default
-
-    def launch(x: Tensor, index: int, out: Tensor) -> None:
-        run(x, weights[index], operands, spec, [out])
-
-    return launch
 
 
 def chain_row(run: GoalRun, name: str, m: int) -> dict[str, Outcome]:
@@ -76,7 +31,7 @@ def chain_row(run: GoalRun, name: str, m: int) -> dict[str, Outcome]:
 
     def contenders(_: DependentChain) -> list[ChainContender]:
         layers = made[0]
-        return [layers.contender(MINE, _launcher(layers)), *layers.peers()]
+        return [layers.contender(MINE, chain_launch(layers)), *layers.peers()]
 
     return run.chain(f"{name} m{m}", make_chain, contenders)
 

@@ -1,0 +1,140 @@
+"""Timing the candidates of one problem and its peers on a GPU, each checked before it is timed."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fusedops.bench.chain import measure_chain
+from fusedops.bench.contenders import Contender, measure
+from fusedops.bench.data import Buffers
+from fusedops.bench.layer_chain import LayerChain
+from fusedops.bench.measurement import Failed, Outcome
+from fusedops.bench.oracles import relative_error
+from fusedops.bench.products import Layer, cublas_peers, make_layer_buffers
+from fusedops.bench.timer import Protocol
+from fusedops.bench.tune_problems import CutlassCandidate, TuneProblem
+from fusedops.errors import DeviceError
+from fusedops.packing import pack_gate_up
+from fusedops.providers.cutlass_kernel import Launch
+
+__all__ = [
+    "CHAIN_ROWS",
+    "PROTOCOL",
+    "measure_in_chain",
+    "measure_on_gpu",
+    "measure_rotated",
+]
+
+CHAIN_ROWS = 128
+"""Up to this M a product is timed in a dependent chain, as a decode step meets it; beyond, where a
+launch outlasts its neighbours' prologues, as launches on rotated buffers."""
+
+PROTOCOL = Protocol(samples=15, cap_s=1.0, settle_max_s=0.3)
+
+
+def _paired(layer: Layer, tensor: Tensor) -> Tensor:
+    """A weight or bias in the order that a gate's kernel reads it."""
+    if not layer.gated:
+        return tensor
+    half = layer.N // 2
+    return pack_gate_up(tensor[:half], tensor[half:])
+
+
+def measure_in_chain(
+    layer: Layer, launches: Mapping[str, Launch], device: torch.device, protocol: Protocol
+) -> dict[str, Outcome]:
+    """A layer's launches by name, and its peers, in a chain where each reads the one before."""
+    chain = LayerChain(layer, device)
+    weights = [_paired(layer, weight) for weight in chain.chain.weights]
+    operands = []
+    if chain.bias is not None:
+        operands.append(_paired(layer, chain.bias))
+    if chain.residual is not None:
+        operands.append(chain.residual)
+
+    def contender(launch: Launch) -> Callable[[Tensor, int, Tensor], None]:
+        return lambda x, index, out: launch(x, weights[index], out, operands, ())
+
+    ours = [chain.contender(name, contender(launch)) for name, launch in launches.items()]
+    return measure_chain(chain.chain, [*ours, *chain.peers()], device=device, protocol=protocol)
+
+
+def measure_rotated(
+    layer: Layer, launches: Mapping[str, Launch], device: torch.device, protocol: Protocol
+) -> dict[str, Outcome]:
+    """A layer's launches by name, and its peers, on independent sets of buffers."""
+    # All contenders meet the same sets, so each is packed, and its reference computed, once.
+    references: dict[int, Tensor] = {}
+    packed: dict[int, Tensor] = {}
+
+    def check(results: tuple[Tensor, ...], buffers: Buffers) -> str | None:
+        key = buffers.inputs[0].data_ptr()
+        if key not in references:
+            references[key] = layer.reference(buffers)
+        error = relative_error(results[0], references[key])
+        # Peers with separate epilogues round two or three times; each costs at most half a unit.
+        allowed = torch.finfo(layer.dtype).eps
+        return None if error <= allowed else f"relative error {error:.3g}, allowed {allowed:.3g}"
+
+    def prepare(buffers: Buffers) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        x, w, bias, residual = layer.operands(buffers)
+        if w.data_ptr() not in packed:
+            packed[w.data_ptr()] = _paired(layer, w)
+        operands = [] if bias is None else [_paired(layer, bias)]
+        operands += [] if residual is None else [residual]
+        return x, packed[w.data_ptr()], buffers.outputs[0], operands
+
+    def contender(name: str, launch: Launch) -> Contender:
+        def run(state: tuple[Tensor, Tensor, Tensor, list[Tensor]]) -> None:
+            launch(*state, ())
+
+        return Contender(name, run, check, prepare=prepare)
+
+    ours = [contender(name, launch) for name, launch in launches.items()]
+    return measure(
+        [*ours, *cublas_peers(layer, check)],
+        lambda generator: make_layer_buffers(layer, generator),
+        device=device,
+        protocol=protocol,
+    )
+
+
+def measure_on_gpu(
+    problem: TuneProblem,
+    tried: Sequence[CutlassCandidate],
+    device: torch.device,
+    protocol: Protocol = PROTOCOL,
+) -> dict[str, Outcome]:
+    """Every candidate of a problem and the peers, in one row of the measuring protocol.
+
+    A candidate whose kernel cannot be had, or that gives a wrong result, is ``Failed``.
+
+    Raises:
+        DeviceError: the GPU no longer works after it (a kernel touched foreign memory, say).
+    """
+    failed: dict[str, Outcome] = {}
+    launches: dict[str, Launch] = {}
+    for candidate in tried:
+        try:
+            launches[candidate.name] = candidate.launcher()
+        except Exception as error:  # noqa: BLE001 - a candidate that cannot be loaded is a row
+            failed[candidate.name] = Failed(f"{type(error).__name__}: {error}")
+    row = measure_in_chain if problem.layer.M <= CHAIN_ROWS else measure_rotated
+    with torch.cuda.device(device):
+        outcomes = row(problem.layer, launches, device, protocol)
+        try:
+            torch.cuda.synchronize(device)
+        except RuntimeError as error:
+            # From here on everything fails in this process, so no outcome means anything.
+            raise DeviceError(
+                f"tune: the GPU stopped working while {problem.label} was measured with "
+                f"{', '.join(launches)}; its row is not kept. {error}"
+            ) from error
+        # Graphs and their memory hang in reference cycles; the next problem needs the room.
+        gc.collect()
+        torch.cuda.empty_cache()
+    return failed | outcomes

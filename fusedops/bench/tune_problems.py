@@ -1,0 +1,231 @@
+"""What ``fusedops tune`` measures: a decoder's products, and the candidates for each."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+
+from fusedops.bench.precompile import H200, Target, layer_problem
+from fusedops.bench.products import Layer
+from fusedops.config import (
+    DECODE_BUCKETS,
+    decode_tiles,
+    prefill_tiles,
+    tuning_key,
+)
+from fusedops.config.files import NamedTile, tuning_m
+from fusedops.errors import ConfigError, UnsupportedError
+from fusedops.jit.prebuild import Work
+from fusedops.packing import padded_gate_rows
+from fusedops.problem import GemmProblem
+from fusedops.providers.cutlass import decode_program, prefill_program
+from fusedops.providers.cutlass_decode import DecodeCandidate
+from fusedops.providers.cutlass_prefill import PrefillCandidate
+
+__all__ = [
+    "HEAD_ROWS",
+    "CutlassCandidate",
+    "DecoderSizes",
+    "TuneProblem",
+    "candidate_work",
+    "candidates",
+    "decoder_layers",
+    "parse_shape",
+    "target_of",
+    "tune_problems",
+]
+
+HEAD_ROWS = 512
+"""Rows beyond which the output head is left out: it sees one row a sequence, not one a token."""
+
+HOPELESS = 2.0
+"""The model is off by far less than this factor, so a slower tiling is not worth GPU time."""
+
+Tile = TypeVar("Tile", bound=NamedTile)
+
+CutlassCandidate = DecodeCandidate | PrefillCandidate
+
+
+def target_of(device: torch.device) -> Target:
+    """The GPU that is here.
+
+    Raises:
+        UnsupportedError: it is no Hopper GPU; only those have these kernels.
+    """
+    found = Target.of(device)
+    if found.arch != H200.arch:
+        raise UnsupportedError(
+            f"tune: {found.gpu} needs kernels for {found.arch}; the tilings of sm90.toml are for "
+            f"{H200.arch} only."
+        )
+    return found
+
+
+class DecoderSizes(Protocol):
+    """What of a decoder's configuration its products depend on."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def n_heads(self) -> int: ...
+    @property
+    def n_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def qkv_bias(self) -> bool: ...
+    @property
+    def o_bias(self) -> bool: ...
+    @property
+    def mlp_bias(self) -> bool: ...
+    @property
+    def activation(self) -> str: ...
+
+
+def decoder_layers(
+    sizes: DecoderSizes, m: int, dtype: torch.dtype = torch.bfloat16
+) -> dict[str, Layer]:
+    """A decoder's products at M rows by name, as the fused modules run them.
+
+    The head is left out beyond ``HEAD_ROWS``.
+    """
+    hidden, inner = sizes.hidden_size, padded_gate_rows(sizes.intermediate_size)
+    heads = sizes.n_heads * sizes.head_dim
+    kv = 2 * sizes.n_kv_heads * sizes.head_dim
+    layers = {
+        "qkv": Layer(m, heads + kv, hidden, bias=sizes.qkv_bias, dtype=dtype),
+        "o": Layer(m, hidden, heads, bias=sizes.o_bias, residual=True, dtype=dtype),
+        "gate_up": Layer(
+            m,
+            2 * inner,
+            hidden,
+            bias=sizes.mlp_bias,
+            activation=sizes.activation,
+            gated=True,
+            dtype=dtype,
+        ),
+        "down": Layer(m, hidden, inner, bias=sizes.mlp_bias, residual=True, dtype=dtype),
+    }
+    if m <= HEAD_ROWS:
+        layers["lm_head"] = Layer(m, sizes.vocab_size, hidden, dtype=dtype)
+    return layers
+
+
+def parse_shape(text: str, m: int) -> Layer:
+    """The bf16 layer that ``N,K`` or ``N,K,bias|residual|gate`` describes, at M rows.
+
+    Raises:
+        ConfigError: the text has another form.
+    """
+    n, _, rest = text.partition(",")
+    k, _, kind = rest.partition(",")
+    if not (n.isdecimal() and k.isdecimal()) or kind not in ("", "bias", "residual", "gate"):
+        raise ConfigError(
+            f"--shape {text}: accepted are N,K and N,K,KIND with KIND bias, residual or gate, e.g. "
+            "4096,14336,residual."
+        )
+    gated = kind == "gate"
+    activation = "silu" if gated else ""
+    if int(n) < 1 or int(k) < 1 or int(n) % 8 or int(k) % 8 or (gated and int(n) % 16):
+        raise ConfigError(
+            f"--shape {text}: N and K must be multiples of 8 (N of 16 behind a gate), so that rows "
+            "start at multiples of 16 bytes."
+        )
+    return Layer(
+        m,
+        int(n),
+        int(k),
+        bias=kind == "bias",
+        residual=kind == "residual",
+        activation=activation,
+        gated=gated,
+    )
+
+
+@dataclass(frozen=True)
+class TuneProblem:
+    """A product to choose a tiling for.
+
+    Attributes:
+        label: what it is, for people.
+        layer: shapes and epilogue.
+        problem: the same, as kernels see it.
+    """
+
+    label: str
+    layer: Layer
+    problem: GemmProblem
+
+    @property
+    def key(self) -> str:
+        """What the choice is filed under."""
+        return tuning_key(self.problem)
+
+
+def tune_problems(
+    models: Sequence[tuple[str, DecoderSizes]],
+    shapes: Sequence[str],
+    rows: Sequence[int],
+    target: Target,
+) -> list[TuneProblem]:
+    """Products of models and single shapes, one a tuning key, in the order of ``rows``.
+
+    Each M is measured at the M that its choice is filed under (1 at 8, for example).
+    """
+    found: dict[str, TuneProblem] = {}
+    for m in dict.fromkeys(map(tuning_m, rows)):
+        layers = {
+            f"{name} {product}": layer
+            for name, sizes in models
+            for product, layer in decoder_layers(sizes, m).items()
+        }
+        layers |= {text: parse_shape(text, m) for text in shapes}
+        for label, layer in layers.items():
+            made = TuneProblem(f"{label} m{m}", layer, layer_problem(layer, target))
+            found.setdefault(made.key, made)
+    return list(found.values())
+
+
+def _shortlist(tiles: Sequence[Tile], problem: GemmProblem, top: int) -> list[Tile]:
+    """The legal tiles that the model finds fastest: ``top``, and those it ties with the last."""
+    legal = [tile for tile in tiles if tile.legal(problem) is None]
+    ranked = sorted(legal, key=lambda tile: (tile.predicted_us(problem), tile.name))
+    if not ranked:
+        return []
+    limit_us = ranked[min(top, len(ranked)) - 1].predicted_us(problem)
+    return [tile for tile in ranked if tile.predicted_us(problem) <= limit_us]
+
+
+def candidates(problem: GemmProblem, top: int) -> list[CutlassCandidate]:
+    """The tilings to measure: of each family the ``top`` by predicted time, ties included.
+
+    What ``choose_candidate`` takes without measured choices is the first by predicted time, so it
+    is always among them. Those predicted ``HOPELESS`` times slower than it are left out.
+    """
+    found: list[CutlassCandidate] = []
+    if problem.m <= DECODE_BUCKETS[-1]:
+        tiles = _shortlist(decode_tiles(), problem, top)
+        found += [DecodeCandidate(problem, tile) for tile in tiles]
+    prefill = _shortlist(prefill_tiles(), problem, top)
+    found += [PrefillCandidate(problem, tile) for tile in prefill]
+    limit_us = HOPELESS * min((one.predicted_us for one in found), default=0.0)
+    return [one for one in found if one.predicted_us <= limit_us]
+
+
+def candidate_work(candidate: CutlassCandidate) -> Work:
+    """What compiles a candidate's kernel for tensors as torch allocates them."""
+    problem = candidate.problem
+    if isinstance(candidate, DecodeCandidate):
+        return functools.partial(decode_program, problem, candidate.tile)
+    spec = problem.spec
+    whole = spec.n % 8 == 0 and spec.out_n % 8 == 0
+    aligned = whole and spec.out_n * spec.out_dtype.itemsize % 16 == 0
+    return functools.partial(prefill_program, problem, candidate.tile, aligned)

@@ -1,0 +1,207 @@
+"""Kernels compiled ahead: which a model needs, the folder they go to, and what it serves."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fusedops.bench.precompile import H200, layer_problem, program_of
+from fusedops.bench.products import Layer
+from fusedops.cli import main
+from fusedops.cli.prebuild import model_config, model_problems, rows_to_ask
+from fusedops.config.files import tuning_key
+from fusedops.errors import ConfigError, KernelMissingError, LoadError
+from fusedops.jit.dsl import DslProgram, dsl_kernel, dsl_key
+from fusedops.jit.location import CacheSettings
+from fusedops.jit.prebuild import KernelPool, _ensure
+from fusedops.jit.store import default_store
+from fusedops.providers.cutlass import choose_candidate
+from serving_demo.shapes import SHAPES
+
+needs_dsl = pytest.mark.skipif(
+    importlib.util.find_spec("cutlass") is None, reason="nvidia-cutlass-dsl is not installed"
+)
+
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+}
+
+
+def small_program(m: int = 16) -> DslProgram:
+    return program_of(layer_problem(Layer(m, 256, 256), H200))
+
+
+def crashing_program(only_good_in: int) -> DslProgram:
+    """Takes down any process but the one with this id."""
+    if os.getpid() != only_good_in:
+        os._exit(3)
+    return small_program()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A Hugging Face folder without weights."""
+    path = tmp_path / "tiny"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(TINY))
+    return path
+
+
+# Which kernels
+
+
+def test_a_folder_and_a_name_give_a_models_sizes(folder: Path) -> None:
+    assert model_config(str(folder)).intermediate_size == 512
+    assert model_config("llama3-8b") is SHAPES["llama3-8b"].config
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "reason"),
+    [
+        (None, ConfigError, "llama3-8b"),
+        ("{", LoadError, r"config\.json"),
+        ("[]", LoadError, "list"),
+        ('{"model_type": "mamba"}', LoadError, "mamba"),
+    ],
+)
+def test_what_is_no_model_is_named(
+    tmp_path: Path, text: str | None, error: type[Exception], reason: str
+) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(error, match=reason):
+        model_config(str(tmp_path))
+
+
+@pytest.mark.parametrize("most", [1, 64, 65, 100, 8192])
+def test_rows_end_at_the_most_of_one_prefill(most: int) -> None:
+    rows = rows_to_ask(most)
+    assert (rows[0], rows[-1]) == (1, most)
+    assert rows[: min(most, 64)] == list(range(1, min(most, 64) + 1))
+
+
+@pytest.mark.parametrize("product", ["qkv", "down"])
+def test_no_row_count_between_those_asked_takes_another_kernel(product: str) -> None:
+    """Every M up to 512 of one product of a tiny model, against those asked for all of it."""
+    config = SHAPES["llama3.2-1b"].config
+    asked = {
+        dsl_key(program_of(problem), H200.arch).digest
+        for problem in model_problems(config, H200, 512, torch.bfloat16)
+    }
+    hidden = config.hidden_size
+    for m in range(1, 513, 3):
+        layer = (
+            Layer(m, hidden + 2 * 8 * 64, hidden)
+            if product == "qkv"
+            else Layer(m, hidden, config.intermediate_size, residual=True)
+        )
+        assert dsl_key(program_of(layer_problem(layer, H200)), H200.arch).digest in asked, m
+
+
+def test_a_models_problems_are_filed_like_its_layers_calls() -> None:
+    found = list(model_problems(SHAPES["llama3-8b"].config, H200, 1, torch.float16))
+    assert [str(problem.spec.epilogue) for problem in found] == [
+        *("none", "residual", "gate", "residual", "none")
+    ]
+    assert {problem.x_dtype for problem in found} == {torch.float16}
+    assert tuning_key(found[2]) == "n28672 k4096 m8 float16 gated"
+    assert all(choose_candidate(problem) for problem in found)
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("llama3-8b", "--arch", "sm_80"), "--arch sm_80: accepted is sm_90a"),
+        (("llama3-8b", "--dtype", "f32"), "--dtype f32"),
+        (("no-such-model",), "no-such-model"),
+    ],
+)
+def test_bad_input_compiles_nothing(
+    arguments: tuple[str, ...], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main(["prebuild", *arguments, "--out", str(out)]) == 2
+    assert reason in capsys.readouterr().err
+    assert not out.exists()
+
+
+# The pool
+
+
+def test_a_pool_needs_a_worker(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="workers=0"):
+        KernelPool("sm_90a", CacheSettings(tmp_path), workers=0)
+
+
+def test_what_may_not_be_compiled_fails_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FUSEDOPS_COMPILE", "0")
+    done = _ensure(small_program, "sm_90a", CacheSettings(tmp_path), False)
+    assert (done.ok, done.origin) == (False, "failed")
+    assert "FUSEDOPS_COMPILE=0" in done.reason
+
+
+def test_a_compiler_that_ends_its_process_is_a_reason(tmp_path: Path) -> None:
+    called: list[str] = []
+    work = functools.partial(crashing_program, os.getpid())
+    with KernelPool("sm_90a", CacheSettings(tmp_path), workers=1) as pool:
+        name = pool.submit(work)
+        assert pool.submit(work) == name
+        assert pool.kernels == 1
+        pool.when_done(name, lambda: called.append(name))
+        done = pool.result(name, work)
+        assert pool.ready([name], 0)
+    assert not done.ok
+    assert "ended its process" in done.reason
+    assert called == [name]
+
+
+@needs_dsl
+def test_prebuilt_kernels_are_used_where_compiling_is_forbidden(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The head alone of a tiny model, so that one kernel is compiled."""
+    overlay = tmp_path / "overlay"
+
+    def head_only(config: Any, m: int, dtype: torch.dtype) -> dict[str, Layer]:
+        return {"lm_head": Layer(m, config.vocab_size, config.hidden_size, dtype=dtype)}
+
+    monkeypatch.setattr("fusedops.bench.tune_problems.decoder_layers", head_only)
+    arguments = ["prebuild", str(folder), "--out", str(overlay), "--rows", "8", "--workers", "1"]
+    assert main(arguments) == 0
+    first = capsys.readouterr().out
+    assert re.search(r"1 kernel\(s\) in .* 1 compiled, 0 there already, 0 failed", first)
+    assert f"FUSEDOPS_OVERLAY={overlay}" in first.replace("\n", "")
+    assert main(arguments) == 0
+    assert "0 compiled, 1 there already" in capsys.readouterr().out
+
+    program = program_of(layer_problem(Layer(5, 512, 256), H200))
+    monkeypatch.setenv("FUSEDOPS_COMPILE", "0")
+    monkeypatch.setenv("FUSEDOPS_CACHE_DIR", str(tmp_path / "empty"))
+    monkeypatch.delenv("FUSEDOPS_OVERLAY", raising=False)
+    with pytest.raises(KernelMissingError, match="fusedops prebuild"):
+        dsl_kernel(program, H200.arch)
+    monkeypatch.setenv("FUSEDOPS_OVERLAY", str(overlay))
+    assert callable(dsl_kernel(program, H200.arch))
+    assert default_store().counts == {"overlay": 1}

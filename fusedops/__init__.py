@@ -34,10 +34,12 @@ from fusedops.ops.rope_table import RopeScaling, rope_table
 from fusedops.ops.sampling import greedy, sample
 from fusedops.ops.transpose import transpose
 from fusedops.providers import cutlass as _cutlass
+from fusedops.providers import cutlass_sm80 as _cutlass_sm80
 from fusedops.providers import flashinfer as _flashinfer
 from fusedops.providers.base import use_provider
 
 _cutlass.register()
+_cutlass_sm80.register()
 _flashinfer.register(_OPS)
 
 __version__ = "0.1.0"

@@ -18,7 +18,7 @@ from torch import Tensor
 from fusedops.epilogue.chain import Epilogue
 from fusedops.errors import ConfigError, DeviceError, LayoutError, ShapeError
 from fusedops.jit.launch import device_arch
-from fusedops.ops.op import LIBRARY, refuse_grad
+from fusedops.ops.op import LIBRARY, ignore_autocast, refuse_grad
 from fusedops.problem import GemmProblem, GemmSpec
 from fusedops.prologue import NO_PROLOGUE, Prologue
 from fusedops.providers.base import Policy, Support, choose, current_policy
@@ -153,7 +153,7 @@ def _run_out(
     x: Tensor, w: Tensor, operands: Sequence[Tensor | None], spec: str, out: Sequence[Tensor]
 ) -> None:
     shared = {t.untyped_storage().data_ptr() for t in out if t.numel()}
-    for name, tensor in (("x", x), ("w", w)):
+    for name, tensor in {"x": x, "w": w}.items():
         if tensor.numel() and tensor.untyped_storage().data_ptr() in shared:
             raise LayoutError(
                 f"gemm_out: out shares memory with {name}, which is read while out is written; "
@@ -179,9 +179,11 @@ def _fake_out(
 LIBRARY.define("gemm(Tensor x, Tensor w, Tensor?[] operands, str spec) -> Tensor[]")
 LIBRARY.impl("gemm", _run, "CompositeExplicitAutograd")
 torch.library.register_fake("fusedops::gemm", _fake, lib=LIBRARY)
+ignore_autocast("gemm")
 LIBRARY.define("gemm_out(Tensor x, Tensor w, Tensor?[] operands, str spec, Tensor(a!)[] out) -> ()")
 LIBRARY.impl("gemm_out", _run_out, "CompositeExplicitAutograd")
 torch.library.register_fake("fusedops::gemm_out", _fake_out, lib=LIBRARY)
+ignore_autocast("gemm_out")
 
 
 def _as_epilogue(epilogue: Epilogue | str | None) -> Epilogue:
@@ -380,8 +382,7 @@ def explain_problem(
     """``explain`` for shapes instead of tensors; operands are taken to have the dtype they prefer.
 
     Raises:
-        ConfigError: a dimension is negative.
-        DeviceError: CUDA was asked for and is absent.
+        ConfigError, DeviceError: a dimension is negative; CUDA was asked for and is absent.
     """
     if min(m, n, k) < 0:
         raise ConfigError(f"explain: M={m}, N={n}, K={k} must not be negative.")

@@ -86,3 +86,26 @@ def test_b35_operands_of_two_devices_are_refused() -> None:
     ):
         with pytest.raises(fusedops.DeviceError, match="move both to one device"):
             op(x, w, [operand], case.text)
+
+
+@pytest.mark.parametrize("m", [1, 4, 12, 13])
+@pytest.mark.parametrize(("n", "k"), [(0, 64), (0, 0), (128, 0), (192, 0)])
+def test_b04_no_columns_or_nothing_to_sum_at_any_m(m: int, n: int, k: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        case = make_case("bias|row_stat(absmax)", m, n, k, dtype)
+        result, absmax = op(case.x, case.w, case.operands, case.text)
+        assert case.operands[0] is not None
+        assert torch.equal(result, case.operands[0].expand(m, n))
+        assert absmax.shape == (1, m)
+
+
+@EACH_DTYPE
+def test_autocast_changes_nothing(dtype: torch.dtype) -> None:
+    case = make_case("bias|act(silu)", 8, 64, 256, dtype)
+    expected = op(case.x, case.w, case.operands, case.text)[0]
+    out = torch.empty_like(expected)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = op(case.x, case.w, case.operands, case.text)[0]
+        torch.ops.fusedops.gemm_out.default(case.x, case.w, case.operands, case.text, [out])
+    assert torch.equal(got, expected)
+    assert torch.equal(out, expected)

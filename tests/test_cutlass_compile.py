@@ -168,7 +168,7 @@ def test_choice_is_legal_and_deterministic(m: int, n: int, k: int) -> None:
     tile = choose_decode(problem, problem.gpu)
     assert tile.legal(problem) is None
     assert tile == choose_decode(make_problem("none", m, n, k), problem.gpu)
-    assert tile.clusters(n, 132) * tile.split <= 132
+    assert tile.clusters(n, 132) * tile.split <= 132 * tile.resident
     config = tile.config(m, 2)
     assert config.stages >= 3
     stage = (config.rows + config.m_pad) * config.k * 2

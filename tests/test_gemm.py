@@ -318,7 +318,7 @@ def test_pinned_provider_runs_and_is_counted() -> None:
         pytest.raises(UnsupportedError, match="runs on CUDA tensors") as caught,
     ):
         fusedops.gemm(x, w)
-    assert set(caught.value.reasons) == {"cublas", "cutlass"}
+    assert set(caught.value.reasons) == {"cublas", "cutlass", "cutlass_sm80"}
     with fusedops.use_provider("cublas", strict=False) as usage:
         fusedops.gemm(x, w)
     assert usage.count("gemm", "reference") == 1
@@ -361,6 +361,7 @@ def test_explain_says_who_runs_and_why_not_the_others() -> None:
     assert explanation.passed_over == {
         "cutlass": "runs on CUDA tensors, got cpu",
         "cublas": "runs on CUDA tensors, got cpu",
+        "cutlass_sm80": "runs on CUDA tensors, got cpu",
     }
     text = str(explanation)
     assert "none > dense(16,8) > bias|act(silu) > f32" in text

@@ -110,7 +110,7 @@ def run(
     return tune(problems, file, measure=measure, top=options.pop("top", 3), **options)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def config_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder of configurations with the real tiles and no measured choices."""
     real = files._folder()

@@ -29,8 +29,11 @@ __all__ = [
     "use_provider",
 ]
 
-PROVIDER_ORDER = ("cutlass", "cutlass_sm80", "cuda", "flashinfer", "cublas", "torch", "reference")
-"""Every provider, fastest first. ``reference`` runs on any device and is asked last."""
+PROVIDER_ORDER = ("cutlass", "cuda", "flashinfer", "cublas", "cutlass_sm80", "torch", "reference")
+"""Every provider, fastest first. ``reference`` runs on any device and is asked last.
+
+``cutlass_sm80`` reaches 0.3 to 0.9 of cuBLAS's speed on an H200, so it is asked after it: it serves
+whoever pins it, and what cuBLAS cannot."""
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,12 @@ from fusedops.providers.cutlass_decode import decode_candidate, decode_program
 from fusedops.providers.cutlass_kernel import Candidate
 from fusedops.providers.cutlass_prefill import prefill_candidate, prefill_program
 from fusedops.providers.gemm import GemmRun, refuse_prologue, register_gemm_provider
+from fusedops.providers.kernel_tensors import loaded, nothing, unit_stride, written
 from fusedops.weight import Dense
 
 __all__ = ["CutlassProvider", "choose_candidate", "decode_program", "prefill_program", "register"]
 
-_BYTE_DTYPES = (torch.float8_e4m3fn, torch.int8)
+_LOAD_BYTES = 16
 
 FAMILIES: tuple[Callable[[GemmProblem], Candidate], ...] = (decode_candidate, prefill_candidate)
 """Each gives its best tiling for a problem, or raises ConfigError with the reasons."""
@@ -56,12 +57,6 @@ def _emits(node: Node) -> bool:
     return type(node).emit is not Node.emit
 
 
-def _rows(result: Tensor, m: int) -> Tensor:
-    """A result as (rows, columns), a view of the same memory; 8-bit ones as bytes."""
-    stored = result.view(torch.uint8) if result.dtype in _BYTE_DTYPES else result
-    return stored if stored.dim() == 2 else stored.view(m, stored.shape[-1])
-
-
 class CutlassProvider:
     """Tensor Core kernels emitted through CuTe DSL for sm_90a."""
 
@@ -82,7 +77,7 @@ class CutlassProvider:
     def plan(self, problem: GemmProblem) -> GemmRun:
         spec, m, k = problem.spec, problem.m, problem.spec.k
         if 0 in (m, spec.n):
-            return lambda x, w, operands, out: list(out) if out else spec.allocate(x)
+            return lambda x, w, operands, out: nothing(spec, x, out)
         launch = choose_candidate(problem).launcher()
         flat = [operand.axis != "mn" for operand in spec.operands]
 
@@ -91,13 +86,13 @@ class CutlassProvider:
         ) -> list[Tensor]:
             results = spec.allocate(x) if out is None else list(out)
             given = [
-                tensor.reshape(-1) if is_flat else tensor.reshape(m, tensor.shape[-1])
+                tensor.reshape(-1).contiguous() if is_flat else unit_stride(tensor.reshape(m, -1))
                 for tensor, is_flat in zip(operands, flat, strict=True)
                 if tensor is not None
             ]
-            main, *extra = (_rows(result, m) for result in results)
+            main, *extra = (written(result, m) for result in results)
             with torch.cuda.device(x.device):
-                launch(x.reshape(m, k), w, main, given, extra)
+                launch(loaded(x.reshape(m, k), _LOAD_BYTES), w, main, given, extra)
             return results
 
         return run
@@ -111,7 +106,7 @@ def _first_refusal(problem: GemmProblem) -> Support | None:
         return unsupported(f"multiplies bfloat16 and float16, got {problem.x_dtype}")
     if spec.k == 0:
         return unsupported("needs K > 0")
-    if problem.aligned_bytes < 16:
+    if problem.aligned_bytes < _LOAD_BYTES:
         return unsupported(
             "loads x and w in bulk: addresses and row pitches must be multiples of 16 bytes, got "
             f"multiples of {problem.aligned_bytes}"
@@ -123,6 +118,8 @@ def _first_refusal(problem: GemmProblem) -> Support | None:
         return unsupported(f"reads float operands only, got {problem.operand_dtypes}")
     if 0 in (problem.m, spec.n):
         return None
+    # A malformed file of measured choices is its owner's to mend, no reason to pass the kernels over.
+    tuned_choices(problem.gpu)
     try:
         choose_candidate(problem)
     except ConfigError as error:

@@ -17,17 +17,15 @@ from fusedops.epilogue.base import FLOAT_DTYPES, Node
 from fusedops.errors import ConfigError
 from fusedops.jit.dsl import DslProgram, LoadedKernel, dsl_kernel, missing_wheels
 from fusedops.jit.location import OVERLAY_VARIABLE
-from fusedops.problem import GemmProblem, GemmSpec
+from fusedops.problem import GemmProblem
 from fusedops.providers.base import SUPPORTED, Support, not_applicable, unsupported
 from fusedops.providers.cutlass_kernel import kernel_program
 from fusedops.providers.gemm import GemmRun, refuse_prologue, register_gemm_provider
+from fusedops.providers.kernel_tensors import loaded, nothing, unit_stride, written
 from fusedops.weight import Dense
 
 __all__ = ["CutlassSm80Provider", "mma_program", "register"]
 
-_BYTE_DTYPES = (torch.float8_e4m3fn, torch.int8)
-_PITCH_ELEMENTS = 16
-"""Row pitches of our choice are multiples of this: of 16 bytes in every dtype."""
 _PAIR_BYTES = 8
 """Largest pair of neighbours that the epilogue accesses at once: two float32."""
 
@@ -92,7 +90,7 @@ class CutlassSm80Provider:
     def plan(self, problem: GemmProblem) -> GemmRun:
         spec, m, k = problem.spec, problem.m, problem.spec.k
         if 0 in (m, spec.n):
-            return lambda x, w, operands, out: _nothing(spec, x, out)
+            return lambda x, w, operands, out: nothing(spec, x, out)
         tile = choose_mma(problem)
         pairs = _in_pairs(problem)
         even = any(pairs) and spec.n % 2 == 0 and spec.out_n % 2 == 0
@@ -110,65 +108,23 @@ class CutlassSm80Provider:
         ) -> list[Tensor]:
             results = spec.allocate(x) if out is None else list(out)
             read = [
-                tensor.reshape(-1).contiguous() if is_flat else _unit_stride(tensor.reshape(m, -1))
+                tensor.reshape(-1).contiguous() if is_flat else unit_stride(tensor.reshape(m, -1))
                 for tensor, is_flat in zip(operands, flat, strict=True)
                 if tensor is not None
             ]
-            main, *extra = (_written(result, m) for result in results)
+            main, *extra = (written(result, m) for result in results)
             tensors = (*read, *extra)
             paired = even and _aligned(compress(tensors, pairs), _PAIR_BYTES)
             with torch.cuda.device(x.device):
                 kernel(paired)(
-                    _loaded(w, problem.aligned_bytes),
-                    _loaded(x.reshape(m, k), problem.aligned_bytes),
+                    loaded(w, problem.aligned_bytes),
+                    loaded(x.reshape(m, k), problem.aligned_bytes),
                     main,
                     tensors or (main,),
                 )
             return results
 
         return run
-
-
-def _nothing(spec: GemmSpec, x: Tensor, out: Sequence[Tensor] | None) -> list[Tensor]:
-    """The results where M or N is 0: row statistics of no columns are 0."""
-    results = spec.allocate(x) if out is None else list(out)
-    for result in results:
-        result.zero_()
-    return results
-
-
-def _unit_stride(matrix: Tensor) -> Tensor:
-    """``matrix`` with columns of stride 1: a view, or a copy of one whose columns lie apart.
-
-    Strides of dimensions of size 1 are free; kernels take them as those of a dense matrix.
-    """
-    rows, columns = matrix.shape
-    if columns > 1 and matrix.stride(1) != 1:
-        return matrix.contiguous()
-    if rows > 1 and columns > 1:
-        return matrix
-    pitch = matrix.stride(0) if rows > 1 else -(-columns // _PITCH_ELEMENTS) * _PITCH_ELEMENTS
-    return matrix.as_strided((rows, columns), (pitch, 1))
-
-
-def _loaded(matrix: Tensor, align_bytes: int) -> Tensor:
-    """x or w for a kernel compiled for ``align_bytes``.
-
-    ``reshape`` of leading dimensions that are no view copies to dense rows, which may be less
-    aligned than the rows it came from.
-    """
-    view = _unit_stride(matrix)
-    if view.stride(0) * view.itemsize % align_bytes == 0:
-        return view
-    rows, columns = view.shape
-    pitch = -(-columns // _PITCH_ELEMENTS) * _PITCH_ELEMENTS
-    return view.new_empty((rows, pitch))[:, :columns].copy_(view)
-
-
-def _written(result: Tensor, m: int) -> Tensor:
-    """A result as (rows, columns), a view of the same memory; 8-bit ones as bytes."""
-    stored = result.view(torch.uint8) if result.dtype in _BYTE_DTYPES else result
-    return _unit_stride(stored if stored.dim() == 2 else stored.view(m, stored.shape[-1]))
 
 
 def _in_pairs(problem: GemmProblem) -> list[bool]:

@@ -1,0 +1,58 @@
+"""Tensors as the CuTe DSL kernels take them: matrices with columns of stride 1."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fusedops.problem import GemmSpec
+
+__all__ = ["loaded", "nothing", "unit_stride", "written"]
+
+_BYTE_DTYPES = (torch.float8_e4m3fn, torch.int8)
+_PITCH_ELEMENTS = 16
+"""Row pitches of our choice are multiples of this: of 16 bytes in every dtype."""
+
+
+def nothing(spec: GemmSpec, x: Tensor, out: Sequence[Tensor] | None) -> list[Tensor]:
+    """The results where M or N is 0: row statistics of no columns are 0."""
+    results = spec.allocate(x) if out is None else list(out)
+    for result in results:
+        result.zero_()
+    return results
+
+
+def unit_stride(matrix: Tensor) -> Tensor:
+    """``matrix`` with columns of stride 1: a view, or a copy of one whose columns lie apart.
+
+    Strides of dimensions of size 1 are free; kernels take them as those of a dense matrix.
+    """
+    rows, columns = matrix.shape
+    if columns > 1 and matrix.stride(1) != 1:
+        return matrix.contiguous()
+    if rows > 1 and columns > 1:
+        return matrix
+    pitch = matrix.stride(0) if rows > 1 else -(-columns // _PITCH_ELEMENTS) * _PITCH_ELEMENTS
+    return matrix.as_strided((rows, columns), (pitch, 1))
+
+
+def loaded(matrix: Tensor, align_bytes: int) -> Tensor:
+    """x or w for a kernel compiled for ``align_bytes``.
+
+    ``reshape`` of leading dimensions that are no view copies to dense rows, which may be less
+    aligned than the rows it came from.
+    """
+    view = unit_stride(matrix)
+    if view.stride(0) * view.itemsize % align_bytes == 0:
+        return view
+    rows, columns = view.shape
+    pitch = -(-columns // _PITCH_ELEMENTS) * _PITCH_ELEMENTS
+    return view.new_empty((rows, pitch))[:, :columns].copy_(view)
+
+
+def written(result: Tensor, m: int) -> Tensor:
+    """A result as (rows, columns), a view of the same memory; 8-bit ones as bytes."""
+    stored = result.view(torch.uint8) if result.dtype in _BYTE_DTYPES else result
+    return unit_stride(stored if stored.dim() == 2 else stored.view(m, stored.shape[-1]))

@@ -11,6 +11,7 @@
 #   --what LIST     steps after the setup, of: tests, goals (default tests,goals)
 #   --shard i/n     run the i-th of n parts of the tests; parts add up in reports/<gpu>/tests.json
 #   --only-stale    leave out tests that have a passing record for today's sources
+#   --jobs N        run tests that time nothing in N processes (needs pytest-xdist; default 1)
 #   --large         also run the tests marked gpu_large (over 8 GiB of GPU memory each)
 #   --tests PATH    tests to run (default tests/gpu)
 #   --goals LIST    ids or patterns, separated by commas (default: all)
@@ -31,11 +32,11 @@ fail() {
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 packs='' out='' what=tests,goals shard='' only_stale='' large='' tests=tests/gpu goals='' budget=''
-commit='' site="${TMPDIR:-/tmp}/fusedops-site" python=python3 dry_run='' status='' merge=''
+commit='' jobs='' site="${TMPDIR:-/tmp}/fusedops-site" python=python3 dry_run='' status='' merge=''
 while (($#)); do
   case $1 in
     --packs | --out | --what | --shard | --tests | --goals | --budget-s | --commit | --site | \
-      --python | --merge)
+      --python | --merge | --jobs)
       (($# > 1)) || fail 2 "$1 needs a value"
       name=${1#--}
       printf -v "${name%-s}" %s "$2"
@@ -52,6 +53,7 @@ while (($#)); do
     *) fail 2 "unknown option $1; --help lists the options" ;;
   esac
 done
+[[ -z $jobs || $jobs =~ ^[1-9][0-9]*$ ]] || fail 2 "--jobs $jobs; accepted is a number from 1"
 for step in ${what//,/ }; do
   [[ $step == tests || $step == goals ]] || fail 2 "unknown step '$step'; accepted are tests, goals"
 done
@@ -164,15 +166,23 @@ tests_state='not asked for' goals_state='not asked for' red=0
 if [[ ,$what, == *,tests,* ]]; then
   marks='gpu and not gpu_large'
   [[ $large ]] && marks='gpu or gpu_large'
-  options=(-q -p no:cacheprovider -m "$marks" --record "$reports/tests.json")
+  options=(-q -p no:cacheprovider --record "$reports/tests.json")
   [[ $shard ]] && options+=(--shard "$shard")
   [[ $only_stale ]] && options+=(--only-stale)
   tests_state=passed
-  logged "$out/tests.log" "$python" -m pytest "$tests" "${options[@]}" || {
-    code=$?
-    # 5: no test belongs to this shard, or none is stale.
-    if ((code != 5)); then tests_state="failed (pytest exit status $code)" red=1; fi
-  }
+  # Times are void beside other processes, so tests that take any come last and alone.
+  passes=("$marks")
+  ((${jobs:-1} > 1)) && passes=("($marks) and not timing" "($marks) and timing")
+  for index in "${!passes[@]}"; do
+    parallel=()
+    ((${#passes[@]} > 1 && index == 0)) && parallel=(-n "$jobs" --dist worksteal)
+    logged "$out/tests$index.log" "$python" -m pytest "$tests" "${options[@]}" \
+      ${parallel[@]+"${parallel[@]}"} -m "${passes[index]}" || {
+      code=$?
+      # 5: no test belongs to this shard, or none is stale.
+      if ((code != 5)); then tests_state="failed (pytest exit status $code)" red=1; fi
+    }
+  done
 fi
 if [[ ,$what, == *,goals,* ]]; then
   options=(--reports "$reports")
@@ -192,11 +202,11 @@ for name in tests.json goals.json goals_rows.json; do
 done
 [[ $dry_run ]] && exit 0
 last_line() {
-  [[ -f $1 ]] && grep -E "$2" "$1" | tail -n 1 || true
+  grep -hE "${!#}" "${@:1:$#-1}" 2>/dev/null | tail -n 1 || true
 }
 echo
 printf '%-8s %s\n' step result
-printf '%-8s %s\n' tests "$tests_state $(last_line "$out/tests.log" 'GPU tests recorded')"
+printf '%-8s %s\n' tests "$tests_state $(last_line "$out"/tests*.log 'GPU tests recorded')"
 printf '%-8s %s\n' goals "$goals_state"
 printf '%-8s %s\n' results "$out"
 exit "$red"

@@ -118,7 +118,7 @@ def _first_refusal(problem: GemmProblem) -> Support | None:
         return unsupported(f"reads float operands only, got {problem.operand_dtypes}")
     if 0 in (problem.m, spec.n):
         return None
-    # A malformed file of measured choices is its owner's to mend, no reason to pass the kernels over.
+    # A malformed file of measured choices is an error, not a reason to pass the kernels over.
     tuned_choices(problem.gpu)
     try:
         choose_candidate(problem)

@@ -39,7 +39,7 @@ from fusedops.bench.roofline import Traffic, floor, measure_ceilings
 from fusedops.bench.runner import GraphRunner
 
 COVERS = ("fusedops/bench/*.py",)
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timing]
 
 MEMORY_PEAK_BYTES_PER_S = {"NVIDIA H200": 4.8e12}
 """Data-sheet figures: no cold row may show more."""

@@ -239,6 +239,21 @@ def test_runs_are_recorded_sharded_and_listed_when_stale(
     assert "test_good[3]: sources changed since it ran" in text
 
 
+def test_tests_that_run_in_other_processes_are_recorded_too(
+    project: Path, pytester: pytest.Pytester
+) -> None:
+    pytest.importorskip("xdist")
+    pytester.runpytest_subprocess("-q", "-p", "no:cacheprovider", "-n", "1")
+    parallel = read_records(project / "tests.json")
+    (project / "tests.json").unlink()
+    run_pytest(pytester)
+    alone = read_records(project / "tests.json")
+    assert len(parallel) == 9
+    assert {node: (entry.outcome, entry.sources) for node, entry in parallel.items()} == {
+        node: (entry.outcome, entry.sources) for node, entry in alone.items()
+    }
+
+
 def test_a_failing_case_prints_its_repro_and_the_rest_is_run_alone(
     project: Path, pytester: pytest.Pytester
 ) -> None:

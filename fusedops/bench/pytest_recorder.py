@@ -26,6 +26,8 @@ __all__ = ["GPU_MARKS", "Recorder"]
 
 GPU_MARKS = ("gpu", "gpu_large")
 
+_SOURCES = "fusedops_sources"
+
 
 def _is_gpu_test(item: Any) -> bool:
     return any(item.get_closest_marker(name) is not None for name in GPU_MARKS)
@@ -80,6 +82,8 @@ class Recorder:
                 covers = getattr(getattr(item, "module", None), "COVERS", None)
                 hashes[module] = covered_hash(module, covers, self._root)
             self._sources[item.nodeid] = hashes[module]
+            # Reports carry it to a process that collects nothing itself, as with pytest-xdist.
+            item.user_properties.append((_SOURCES, hashes[module]))
         known = read_records(self._stale_against) if self._stale_against else {}
         self._stale = stale(self._sources, known)
         kept: list[Any] = []
@@ -102,6 +106,9 @@ class Recorder:
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Fold setup, call and teardown of a test into one outcome."""
         node = report.nodeid
+        sources = dict(report.user_properties).get(_SOURCES)
+        if sources is not None:
+            self._sources[node] = sources
         outcome, seconds = self._outcomes.get(node, ("passed", 0.0))
         if report.failed:
             outcome = "failed" if report.when == "call" else "error"

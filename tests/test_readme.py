@@ -73,11 +73,13 @@ def test_slower_and_failed_steps_stay_in_the_table(script: ModuleType, tmp_path:
     }
     report = {"environment": {**environment, "versions": {"torch": "2"}}, "rows": rows}
     write(tmp_path, "h200/decode_baseline.json", report)
+    write(tmp_path, "h200/decode_cutlass.json", report)
+    assert "| s | 1 | 9 | 1.50 | 2.00 | 1.33 | 1.00 |" in script.decode_cutlass()
     _, _, *lines, _, measured = script.decode_baseline().splitlines()
     assert [line.split(" | ") for line in lines] == [
-        ["| s", "1", "9", "2.00", "2.00", "1.00", "1.23", "yes |"],
-        ["| s", "8", "9", "2.50", "2.00", "1.00", "1.23", "no |"],
-        ["| s", "32", "9", "-", "2.00", "1.00", "1.23", "no |"],
+        ["| s", "1", "9", "2.00", "2.00", "2.00", "1.00", "1.23", "yes |"],
+        ["| s", "8", "9", "2.50", "2.00", "2.00", "1.00", "1.23", "no |"],
+        ["| s", "32", "9", "-", "2.00", "2.00", "1.00", "1.23", "no |"],
     ]
     assert measured == "Measured: gpu G, torch 2, commit 0123456789ab+dirty."
 

@@ -146,7 +146,9 @@ def _command() -> str:
         program = program.relative_to(root)
     elif program.is_absolute():
         program = Path(program.name)
-    return shlex.join([str(program), *sys.argv[1:]])
+    # Where the reader's machine differs anyway: of a folder elsewhere only the last name is kept.
+    arguments = [Path(text).name if Path(text).is_absolute() else text for text in sys.argv[1:]]
+    return shlex.join([str(program), *arguments])
 
 
 def collect_environment(command: str | None = None) -> Environment:

@@ -28,7 +28,6 @@ from fusedops.weight import Dense, WeightFormat
 
 __all__ = ["Explanation", "clear_plans", "explain", "explain_problem", "gemm", "spec_text"]
 
-_PLAN_LIMIT = 4096
 _plans: dict[tuple[Any, ...], tuple[str, GemmRun]] = {}
 
 
@@ -140,7 +139,7 @@ def _run(
     plan = _plans.get(key)
     if plan is None:
         plan = _plan(spec, policy, x, w, operands, out)
-        if len(_plans) >= _PLAN_LIMIT:
+        if len(_plans) >= 4096:
             _plans.clear()
         _plans[key] = plan
     name, run = plan
@@ -277,13 +276,14 @@ def gemm(
     weight: WeightFormat | None = None,
     out: Tensor | Sequence[Tensor] | None = None,
 ) -> Tensor | list[Tensor]:
-    """``epilogue(prologue(x) @ w.T)`` in one kernel, float32 accumulation, one rounding at the end.
+    """``epilogue(prologue(x) @ w.T)``, float32 accumulation, one rounding at the end.
 
     Args:
         x: activations (..., K), K contiguous; float32, bf16, fp16, e4m3 or int8.
-        w: weight (N, K) as nn.Linear stores it, in x's dtype (see ``fusedops.weight``).
+        w: weight (N, K) as nn.Linear stores it, in x's dtype; never the result of a kernel just
+            before this call: it is read before that one has ended.
         epilogue: a chain or its text, e.g. ``"bias|act(silu)"``; see ``fusedops.epilogue``.
-        operands: the tensors that the chain reads, by name or in the chain's order.
+        operands: what the chain reads, by name or in the chain's order.
         out_dtype: dtype of the result; default: what the chain forces, else x's (bf16 for 8-bit x).
         prologue: e.g. ``"rms_norm(1e-05)"``, applied to x first.
         weight: the weight's format; default: dense.
@@ -382,7 +382,7 @@ def explain_problem(
     """``explain`` for shapes instead of tensors; operands are taken to have the dtype they prefer.
 
     Raises:
-        ConfigError, DeviceError: a dimension is negative; CUDA was asked for and is absent.
+        ConfigError, DeviceError: a dimension is negative; CUDA is asked for and absent.
     """
     if min(m, n, k) < 0:
         raise ConfigError(f"explain: M={m}, N={n}, K={k} must not be negative.")

@@ -1,4 +1,7 @@
-"""Prologues: what happens to the activations in front of a GEMM, inside the same kernel."""
+"""Prologues: what happens to the activations in front of a GEMM.
+
+A provider whose kernel has one inside runs it there; for the others it runs ahead of the kernel.
+"""
 
 from __future__ import annotations
 

@@ -201,12 +201,12 @@ for name in tests.json goals.json goals_rows.json; do
   fi
 done
 [[ $dry_run ]] && exit 0
-last_line() {
-  grep -hE "${!#}" "${@:1:$#-1}" 2>/dev/null | tail -n 1 || true
+lines_of() {
+  grep -hE "${!#}" "${@:1:$#-1}" 2>/dev/null | paste -sd ';' || true
 }
 echo
 printf '%-8s %s\n' step result
-printf '%-8s %s\n' tests "$tests_state $(last_line "$out"/tests*.log 'GPU tests recorded')"
+printf '%-8s %s\n' tests "$tests_state $(lines_of "$out"/tests*.log 'GPU tests recorded')"
 printf '%-8s %s\n' goals "$goals_state"
 printf '%-8s %s\n' results "$out"
 exit "$red"

@@ -108,8 +108,8 @@ LIMITS_MS = {
     ("llama3-8b", 32): 8.48,
     ("llama3-8b", 64): 10.49,
 }
-"""What a decode step at context 1024 may take with cuBLAS's products, as set when work began: plain
-torch's own graph as measured then. Without one, the torch graph of the same run is the limit."""
+"""What a decode step at context 1024 may take with cuBLAS's products: plain torch's own graph; for
+other shapes the limit is the torch graph of the same run."""
 
 
 def steps_of(report: Report, provider: str) -> dict[tuple[str, int, int], Report]:
@@ -173,7 +173,7 @@ def decode_cutlass() -> str:
                 str(context),
                 number(ours["ms"], 2),
                 number(torch_graph["ms"], 2),
-                number(ours["ms"] and torch_graph["ms"] / ours["ms"], 2),
+                number(ours["ms"] and torch_graph["ms"] and torch_graph["ms"] / ours["ms"], 2),
                 number(ours["floor_ms"], 2),
             ]
         )

@@ -23,7 +23,7 @@ class DecoderLayer(nn.Module):
     """norm, QKV, RoPE, attention, output projection + residual, norm, gated MLP + residual.
 
     Both norms are the prologue of the GEMM behind them and both residuals are added in the epilogue
-    of the GEMM before them, so a layer is four GEMMs and the attention's kernels.
+    of the GEMM before them, so a layer is four products and the attention.
     """
 
     def __init__(

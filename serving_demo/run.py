@@ -135,7 +135,13 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> DemoReport
         ConfigError, DeviceError, LoadError, ShapeError: the options or the model are not
             acceptable; nothing has been written then.
     """
-    console = console or Console()
+    try:
+        return _run(options, console or Console())
+    finally:
+        gc.unfreeze()
+
+
+def _run(options: DemoOptions, console: Console) -> DemoReport:
     watch = _Stopwatch()
     check_options(options)
     device = resolve_device(options)

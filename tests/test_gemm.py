@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -25,8 +26,11 @@ from fusedops.providers.base import (
     choose,
     current_policy,
     not_applicable,
+    unpinned,
     unsupported,
 )
+from fusedops.providers.front import with_prologue_ahead
+from fusedops.weight import Dense
 
 gemm_op = torch.ops.fusedops.gemm.default
 gemm_out_op = torch.ops.fusedops.gemm_out.default
@@ -306,6 +310,34 @@ def test_a_prologue_runs_ahead_of_a_kernel_without_it_and_explain_says_so() -> N
     assert torch.equal(result, apart)
     explanation = fusedops.explain(x, w, "act(silu)", operands, prologue=prologue)
     assert explanation.plan.startswith(f"{prologue} ahead, then ")
+
+
+def test_a_pin_for_the_product_does_not_bind_the_norm_ahead_of_it() -> None:
+    with fusedops.use_provider("cublas") as usage:
+        with pytest.raises(UnsupportedError):
+            fusedops.rms_norm(torch.ones(2, 4), torch.ones(4))
+        with unpinned():
+            fusedops.rms_norm(torch.ones(2, 4), torch.ones(4))
+    assert usage.count("rms_norm", "reference") == 1
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_norm_ahead_on_a_gpu_takes_what_the_spec_accepts(
+    weight_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path of CUDA problems, whose norm is an operation of its own, on CPU tensors."""
+    x, weight = torch.randn(3, 16).bfloat16(), torch.rand(1, 16).to(weight_dtype)
+    spec = GemmSpec(Dense(8, 16), prologue=RmsNormPrologue(1e-5))
+    problem = GemmProblem(spec, 3, x.dtype, (weight_dtype, None), device_type="cuda")
+    seen: list[Tensor] = []
+
+    def run(x: Tensor, w: Tensor, operands: Any, out: Any) -> list[Tensor]:
+        seen.append(x)
+        return [x]
+
+    with_prologue_ahead(problem, run)(x, torch.empty(8, 16), [weight, None], None)
+    context = spec.context([weight, None], 3)
+    assert torch.equal(seen[0], spec.prologue.reference(x, context))
 
 
 def test_pinned_provider_runs_and_is_counted() -> None:

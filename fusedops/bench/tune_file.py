@@ -164,16 +164,22 @@ class TuneFile:
             "commit": environment.commit,
             "date": environment.date,
         }
-        kept, dropped = self._choices, self._failures
-        if row["config"] is None:
-            kept, dropped = dropped, kept
-        kept[key] = stored
-        dropped.pop(key, None)
-        update_json(self.path, self._write)
+        chosen = row["config"] is not None
+        kept, dropped = ("choices", "failures") if chosen else ("failures", "choices")
 
-    def _write(self, data: dict[str, Any]) -> None:
+        def write(data: dict[str, Any]) -> None:
+            # Another process may have added rows to the file since it was read here.
+            for name, rows in (("choices", self._choices), ("failures", self._failures)):
+                rows |= data.get(name, {})
+                data[name] = rows
+            data[kept][key] = stored
+            data[dropped].pop(key, None)
+            self._describe(data)
+
+        update_json(self.path, write)
+
+    def _describe(self, data: dict[str, Any]) -> None:
         environment = self._environment
-        data.clear()
         data |= {
             "schema": TUNED_SCHEMA,
             "gpu": environment.gpu,
@@ -182,6 +188,4 @@ class TuneFile:
             "date": environment.date,
             "commit": environment.commit,
             "sources": self._sources,
-            "choices": self._choices,
-            "failures": self._failures,
         }

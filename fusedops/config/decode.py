@@ -23,6 +23,8 @@ DECODE_BUCKETS = (8, 16, 32, 64)
 
 _WGMMA_ROWS = 64
 _MANY_ROUNDS = 4
+_RESERVED_BYTES = 1024
+"""Shared memory that the system takes of each CTA (CUDA C++ Programming Guide, 9.0)."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class DecodeConfig:
             left to load; -1 does so at once.
         prefetch: k-tiles of the weight that are fetched into L2 behind those that the ring takes,
             before the kernel waits for the one before it.
+        resident: CTAs that share an SM, and so its registers and shared memory.
     """
 
     rows: int
@@ -48,6 +51,7 @@ class DecodeConfig:
     m_pad: int
     trigger: int = -1
     prefetch: int = 0
+    resident: int = 1
 
     @property
     def warpgroups(self) -> int:
@@ -62,10 +66,7 @@ class DecodeConfig:
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """A named tiling of the decode kernel, see ``cutlass_configs/sm90.toml``.
-
-    ``resident`` is the number of CTAs that share an SM, and so its shared memory.
-    """
+    """A named tiling of the decode kernel, see ``cutlass_configs/sm90.toml``."""
 
     name: str
     rows: int
@@ -81,7 +82,7 @@ class DecodeTile:
         exchange = (self.split - 1) * warps * 32 * (m_pad // 4) * 4
         statistics = 2 * (warps + 1) * m_pad * 4
         stage = (self.rows + m_pad) * self.k * element_bytes + 16
-        shared = (SHARED_BYTES - (self.resident - 1) * 1024) // self.resident
+        shared = (SHARED_BYTES - (self.resident - 1) * _RESERVED_BYTES) // self.resident
         return min(24, (shared - exchange - statistics - 2048) // stage)
 
     def config(self, m: int, element_bytes: int) -> DecodeConfig:
@@ -96,6 +97,7 @@ class DecodeTile:
             bucket,
             self.trigger,
             self.prefetch,
+            self.resident,
         )
 
     def clusters(self, n: int, sm_count: int) -> int:

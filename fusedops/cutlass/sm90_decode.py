@@ -118,7 +118,7 @@ class DecodeGemm:
             cluster=[cfg.split, 1, 1],
             stream=stream,
             use_pdl=self.pdl,
-            min_blocks_per_mp=1,
+            min_blocks_per_mp=cfg.resident,
         )
 
     @cute.kernel

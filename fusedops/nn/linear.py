@@ -175,7 +175,7 @@ class FusedGatedMLP(nn.Module):
     ) -> Tensor:
         """x (..., hidden) -> (..., hidden); ``residual`` of the same shape is added.
 
-        ``norm`` is applied to x first, as the first kernel's prologue.
+        ``norm`` is applied to x first, as the prologue of the first product.
         """
         gated = _run(x, self.gate_up, self.gate_up_bias, f"gate({self.act})", norm=norm)
         return _run(gated, self.down, self.down_bias, residual=residual)
@@ -309,7 +309,7 @@ class FusedQKV(nn.Module):
     def forward(self, x: Tensor, norm: RMSNorm | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """x (T, hidden) -> q (T, n_heads, head_dim), k and v (T, n_kv_heads, head_dim).
 
-        The three are views of one buffer. ``norm`` is applied to x first, as the kernel's prologue.
+        The three are views of one buffer. ``norm`` is applied to x first, as its prologue.
         """
         joint = _run(x, self.weight, self.bias, norm=norm)
         heads = joint.view(*joint.shape[:-1], -1, self.head_dim)

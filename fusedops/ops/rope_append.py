@@ -51,8 +51,9 @@ def _reference(
     if not q.is_cpu:
         # Each half under its own name, so that a provider that has it serves it.
         torch.ops.fusedops.rope_.default(q, k, rows, cos_sin, style)
+        placed = torch.where(positions < cos_sin.shape[0], positions, -1)
         torch.ops.fusedops.append_paged_kv.default(
-            k, v, k_cache, v_cache, block_table, request_index, positions, layout
+            k, v, k_cache, v_cache, block_table, request_index, placed, layout
         )
         return
     # Both look at the values before either writes.
@@ -105,6 +106,7 @@ def rope_append_paged_kv_(
 
     Raises:
         PositionError: as in ``rope`` and ``append_paged_kv``, on the CPU and with nothing written.
+            On a GPU a token whose position lies outside ``cos_sin`` or its pages is not stored.
         ShapeError, DTypeError, DeviceError, LayoutError, ConfigError: an argument is not as
             described.
         UnsupportedError: an input requires grad while grad mode is on.

@@ -25,6 +25,7 @@ __all__ = [
     "choose",
     "current_policy",
     "not_applicable",
+    "unpinned",
     "unsupported",
     "use_provider",
 ]
@@ -122,6 +123,16 @@ def current_policy() -> Policy:
     if _environment_policy is None:
         _environment_policy = _policy_from_environment()
     return _environment_policy
+
+
+@contextmanager
+def unpinned() -> Iterator[None]:
+    """Let any provider serve what an operation itself calls, whatever was pinned for it."""
+    token = _policy.set(Policy(usage=current_policy().usage))
+    try:
+        yield
+    finally:
+        _policy.reset(token)
 
 
 @contextmanager

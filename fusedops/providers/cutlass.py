@@ -92,10 +92,14 @@ class CutlassProvider:
             ]
             main, *extra = (written(result, m) for result in results)
             with torch.cuda.device(x.device):
-                launch(loaded(x.reshape(m, k), _LOAD_BYTES), w, main, given, extra)
+                launch(_load(x.reshape(m, k)), _load(w), main, given, extra)
             return results
 
         return run
+
+
+def _load(matrix: Tensor) -> Tensor:
+    return loaded(matrix, _LOAD_BYTES)
 
 
 def _first_refusal(problem: GemmProblem) -> Support | None:

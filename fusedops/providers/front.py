@@ -11,7 +11,7 @@ from torch import Tensor
 from fusedops.epilogue.base import Context
 from fusedops.problem import GemmProblem
 from fusedops.prologue import NO_PROLOGUE, RmsNormPrologue
-from fusedops.providers.base import Support
+from fusedops.providers.base import Support, unpinned
 from fusedops.providers.gemm import GEMM_PROVIDERS, GemmRun
 
 __all__ = ["answer", "behind_prologue", "description", "run_of", "with_prologue_ahead"]
@@ -63,12 +63,13 @@ def _front(problem: GemmProblem) -> Callable[[Tensor, Sequence[Tensor | None]], 
 
     def by_the_norm_op(x: Tensor, operands: Sequence[Tensor | None]) -> Tensor:
         weight, sumsq = operands[:2]
-        if sumsq is not None:
+        if sumsq is not None or weight is None or weight.dtype not in (x.dtype, torch.float32):
             return in_torch(x, operands)
-        # Its own providers have it as one kernel.
-        y: Tensor = torch.ops.fusedops.rms_norm.default(
-            x, weight, prologue.eps, prologue.weight_offset, rounds_first
-        )
+        # Its own providers have it as one kernel; a provider pinned for the product may not.
+        with unpinned():
+            y: Tensor = torch.ops.fusedops.rms_norm.default(
+                x, weight.reshape(-1), prologue.eps, prologue.weight_offset, rounds_first
+            )
         return y
 
     return by_the_norm_op

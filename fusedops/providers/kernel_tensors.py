@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fusedops.errors import LayoutError
 from fusedops.problem import GemmSpec
 
 __all__ = ["loaded", "nothing", "unit_stride", "written"]
@@ -55,4 +56,10 @@ def loaded(matrix: Tensor, align_bytes: int) -> Tensor:
 def written(result: Tensor, m: int) -> Tensor:
     """A result as (rows, columns), a view of the same memory; 8-bit ones as bytes."""
     stored = result.view(torch.uint8) if result.dtype in _BYTE_DTYPES else result
-    return unit_stride(stored if stored.dim() == 2 else stored.view(m, stored.shape[-1]))
+    rows = stored if stored.dim() == 2 else stored.view(m, stored.shape[-1])
+    if rows.shape[1] > 1 and rows.stride(1) != 1:
+        raise LayoutError(
+            f"gemm: a result of shape {tuple(result.shape)} has strides {result.stride()}; kernels "
+            "write rows of stride 1. Change the layout that ExtraOutput.allocate gives."
+        )
+    return unit_stride(rows)

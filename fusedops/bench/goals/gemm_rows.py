@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fusedops.bench.contenders import Contender
 from fusedops.bench.data import Buffers
-from fusedops.bench.goal_run import GoalError, GoalRun, OutOfTimeError, Reading
+from fusedops.bench.goal_run import GoalError, GoalRun, Reading
 from fusedops.bench.goals.gemm_layers import Row
 from fusedops.bench.layer_chain import LayerChain
 from fusedops.bench.measurement import Measurement, Outcome, Ratio, speedup
@@ -264,8 +264,6 @@ def collect(rows: Sequence[Row], score: Callable[[Row], tuple[str, Ratio]]) -> l
     for row in rows:
         try:
             scored.append(Scored(row, *score(row)))
-        except OutOfTimeError:
-            raise
         except GoalError as error:
             failed.append(f"{row.key}: {error}")
     if failed:

@@ -16,7 +16,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from fusedops.epilogue.base import Context, Operand
+from fusedops.epilogue.base import FLOAT_DTYPES, Context, Operand
 from fusedops.epilogue.chain import NO_EPILOGUE, Epilogue
 from fusedops.epilogue.spec import dtype_from_name, dtype_name, split_chain
 from fusedops.errors import ConfigError, DeviceError, DTypeError, LayoutError, ShapeError
@@ -137,6 +137,11 @@ class GemmSpec:
             raise LayoutError(
                 f"gemm: x has strides {x.stride()}; K must be contiguous. Call x.contiguous()."
             )
+        if self.prologue != NO_PROLOGUE and x.dtype not in FLOAT_DTYPES:
+            raise DTypeError(
+                f"gemm: x is {dtype_name(x.dtype)}; the prologue {self.prologue} takes f32, "
+                "bf16 and f16 activations; quantize behind it, or leave it out."
+            )
         self.weight.check(x, weight)
         if len(operands) != len(self.operands):
             names = ", ".join(o.name for o in self.operands) or "none"
@@ -155,7 +160,10 @@ class GemmSpec:
         ):
             if tensor is None:
                 if not operand.optional:
-                    raise ShapeError(f"gemm: operand {operand.name!r} is None but not optional.")
+                    raise ShapeError(
+                        f"gemm: operand {operand.name!r} is None but not optional. Pass it by name: "
+                        f"operands={{{operand.name!r}: ...}}."
+                    )
                 continue
             operand.check("gemm", tensor, m_shape, m, width, self.k)
             if tensor.device != x.device:
@@ -170,7 +178,7 @@ class GemmSpec:
         The main result may have a row pitch (stride(-1) = 1 and rows that do not overlap); the
         extra outputs must have the strides that ``allocate`` gives.
         """
-        expected = self._expected_outputs(x)
+        expected = self.expected_outputs(x)
         if len(out) != len(expected):
             raise ShapeError(
                 f"gemm_out: got {len(out)} output(s); the spec {self} writes {len(expected)}."
@@ -195,9 +203,10 @@ class GemmSpec:
                     f"gemm_out: {name} has strides {tensor.stride()}; accepted: {stride}."
                 )
 
-    def _expected_outputs(
+    def expected_outputs(
         self, x: Tensor
     ) -> list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]:
+        """(shape, strides, dtype) of every result for ``x``; the main one has no strides here."""
         m_shape = tuple(x.shape[:-1])
         main: tuple[int, ...] = (*m_shape, self.out_n)
         expected: list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]] = [

@@ -8,6 +8,7 @@ from gemm_cases import Case, make_case
 from torch import Tensor
 
 import fusedops
+from fusedops.errors import DTypeError
 
 op = torch.ops.fusedops.gemm.default
 EACH_DTYPE = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -109,3 +110,21 @@ def test_autocast_changes_nothing(dtype: torch.dtype) -> None:
         torch.ops.fusedops.gemm_out.default(case.x, case.w, case.operands, case.text, [out])
     assert torch.equal(got, expected)
     assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize(
+    ("shape", "chain"),
+    [((2, 2, 16), "row_stat(sumsq,4)"), ((2, 3, 0), "tap(t,bf16)|act(silu)")],
+)
+def test_extra_outputs_of_batched_activations_have_the_shapes_of_the_fake(
+    shape: tuple[int, ...], chain: str
+) -> None:
+    x, w = torch.randn(shape), torch.randn(4, shape[-1])
+    spec = f"none > dense(4,{shape[-1]}) > {chain} > f32"
+    torch.library.opcheck(op, (x, w, [], spec))
+
+
+def test_a_prologue_refuses_8_bit_activations() -> None:
+    x = torch.ones(2, 16, dtype=torch.int8)
+    with pytest.raises(DTypeError, match=r"prologue .* takes f32, bf16"):
+        fusedops.gemm(x, x, None, {"norm_weight": torch.ones(16)}, prologue="rms_norm(1e-05)")

@@ -15,6 +15,7 @@ from fusedops.cli.output import console, format_bytes, parse_dtype
 from fusedops.cli.tune import compile_all
 from fusedops.errors import ConfigError, LoadError
 from fusedops.jit.cache import total_bytes
+from fusedops.jit.dsl import require_compiler
 from fusedops.jit.location import OVERLAY_VARIABLE, CacheSettings
 from fusedops.jit.prebuild import KernelPool
 
@@ -103,6 +104,7 @@ def prebuild(
     if x_dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype}: the kernels multiply bf16 and f16.")
     config = model_config(model)
+    require_compiler()
     target = console()
     with KernelPool(arch, CacheSettings(out.absolute()), shared=True, workers=workers) as pool:
         works = {

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from fusedops.cli.output import console, print_table
 from fusedops.config.files import tuned_path
 from fusedops.errors import ConfigError, DeviceError
+from fusedops.jit.dsl import require_compiler
 from fusedops.jit.location import CacheSettings
 from fusedops.jit.prebuild import KernelPool
 
@@ -155,6 +156,7 @@ def tune(
     device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
     gpu = target_of(device) if has_gpu else H200
     problems = tune_problems(models, shape or (), rows_m, gpu)
+    require_compiler()
     target = console()
     with KernelPool(gpu.arch, CacheSettings.from_environment(), workers=workers) as pool:
         if compile_only:

@@ -183,7 +183,7 @@ class Node(SpecItem):
 
     def reference(self, value: Tensor, context: Context) -> Tensor:
         """The node on ``value`` (M, N), in ``value``'s dtype (float32; float64 in bounds)."""
-        raise NotImplementedError
+        raise NotImplementedError(f"the node class {type(self).__name__} defines no reference()")
 
     def emit(self, tile: KernelTile) -> KernelTile:
         """The node on a tile of float32 register values, traced into a kernel.

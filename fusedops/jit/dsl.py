@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fusedops.errors import BuildError
+from fusedops.errors import BuildError, UnsupportedError
 from fusedops.jit.entry import Entry
 from fusedops.jit.key import KernelKey, distribution_versions
 from fusedops.jit.sources import Sources
@@ -31,12 +31,13 @@ __all__ = [
     "dsl_kernel",
     "dsl_key",
     "missing_wheels",
+    "require_compiler",
 ]
 
 OBJECT = "kernel.o"
 ENTRY_POINT = "kernel"
 _FLAGS = ("--enable-tvm-ffi",)
-_INSTALL = 'install it with: pip install "fusedops[cuda]"'
+_INSTALL = "install fusedops with its extra cuda, in a checkout: pip install -e '.[cuda]'"
 
 LoadedKernel = Callable[..., Any]
 """A launchable kernel: tensors by position, launched on the current stream of their device."""
@@ -73,6 +74,13 @@ def dsl_key(program: DslProgram, arch: str) -> KernelKey:
 
 
 @functools.cache
+def require_compiler() -> None:
+    """Raise UnsupportedError where this process cannot compile kernels of the DSL."""
+    missing = missing_wheels(prebuilt=False)
+    if missing:
+        raise UnsupportedError(missing)
+
+
 def missing_wheels(prebuilt: bool) -> str:
     """Why kernels of the DSL cannot be had in this process, or an empty string.
 

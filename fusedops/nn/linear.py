@@ -312,7 +312,8 @@ class FusedQKV(nn.Module):
         The three are views of one buffer. ``norm`` is applied to x first, as its prologue.
         """
         joint = _run(x, self.weight, self.bias, norm=norm)
-        heads = joint.view(*joint.shape[:-1], -1, self.head_dim)
+        count = self.n_heads + 2 * self.n_kv_heads
+        heads = joint.view(*joint.shape[:-1], count, self.head_dim)
         q, k, v = heads.split((self.n_heads, self.n_kv_heads, self.n_kv_heads), dim=-2)
         return q, k, v
 

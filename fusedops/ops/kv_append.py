@@ -60,7 +60,7 @@ def check_append(
 
 def require_two_caches(op: str, k_cache: Tensor, v_cache: Tensor) -> None:
     """Raise LayoutError where both caches are one tensor: the values would replace the keys."""
-    if k_cache is v_cache:
+    if k_cache.data_ptr() == v_cache.data_ptr() and k_cache.numel():
         raise LayoutError(
             f"{op}: k_cache and v_cache are one tensor; both are written, so allocate one for each."
         )

@@ -147,7 +147,7 @@ def _check_fused_add_rms_norm_(
 
 
 def _check_not_one(x: Tensor, residual: Tensor, *_rest: object) -> None:
-    if x is residual:
+    if x.data_ptr() == residual.data_ptr() and x.numel():
         raise LayoutError(
             "fused_add_rms_norm_: x and residual are one tensor; both are written, so clone one."
         )

@@ -74,10 +74,9 @@ def deliver(
             target.copy_(result.view(target.shape))
         return list(out)
     results[0] = results[0].view(*m_shape, spec.out_n)
-    if len(m_shape) != 1:
-        for index, (_, width) in enumerate(spec.epilogue.extra_outputs(spec.n), start=1):
-            if results[index].shape == (x.numel() // max(spec.k, 1), width):
-                results[index] = results[index].view(*m_shape, width)
+    if len(m_shape) != 1 and len(results) > 1:
+        shapes = [shape for shape, _, _ in spec.expected_outputs(x)]
+        results = [result.view(shape) for result, shape in zip(results, shapes, strict=True)]
     return results
 
 

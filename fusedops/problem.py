@@ -161,8 +161,8 @@ class GemmSpec:
             if tensor is None:
                 if not operand.optional:
                     raise ShapeError(
-                        f"gemm: operand {operand.name!r} is None but not optional. Pass it by name: "
-                        f"operands={{{operand.name!r}: ...}}."
+                        f"gemm: operand {operand.name!r} is None but not optional; pass it by name "
+                        f"in operands={{{operand.name!r}: ...}}."
                     )
                 continue
             operand.check("gemm", tensor, m_shape, m, width, self.k)

@@ -5,6 +5,7 @@ A provider whose kernel has one inside runs it there; for the others it runs ahe
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
@@ -127,6 +128,8 @@ class RmsNormPrologue(Prologue):
     def __post_init__(self) -> None:
         if self.order not in ("llama", "gemma"):
             raise ConfigError(f"rms_norm: order {self.order!r}; accepted are llama, gemma.")
+        if not 0.0 <= self.eps < math.inf:
+            raise ConfigError(f"rms_norm: eps is {self.eps}; accepted are finite values >= 0.")
 
     def operands(self) -> tuple[Operand, ...]:
         return (

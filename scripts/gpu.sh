@@ -150,6 +150,17 @@ if [[ ! $dry_run ]]; then
     fail 3 "torch sees no CUDA device here"
 fi
 
+# Rows are kept as they come, so what a run that is cut off has measured is not lost.
+keep_results() {
+  for name in tests.json goals.json goals_rows.json; do
+    if [[ -f $reports/$name || $dry_run ]]; then
+      run cp "$reports/$name" "$out/$name"
+    fi
+  done
+}
+trap keep_results EXIT
+trap 'exit 143' TERM
+
 # 2. The steps. Each leaves its log and goes on, so that the table at the end is whole.
 logged() {
   local log=$1 state=0
@@ -194,12 +205,7 @@ if [[ ,$what, == *,goals,* ]]; then
     "${options[@]}" || goals_state='not all met' red=1
 fi
 
-# 3. Results, and one short table last.
-for name in tests.json goals.json goals_rows.json; do
-  if [[ -f $reports/$name || $dry_run ]]; then
-    run cp "$reports/$name" "$out/$name"
-  fi
-done
+# 3. One short table last.
 [[ $dry_run ]] && exit 0
 lines_of() {
   grep -hE "${!#}" "${@:1:$#-1}" 2>/dev/null | paste -sd ';' || true

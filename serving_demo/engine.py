@@ -125,6 +125,8 @@ class Engine:
                 f"a cache of {max_positions:,} positions a request is asked for; accepted are 1 to "
                 f"{model.max_positions:,}, the model's."
             )
+        if page_size < 1:
+            raise ConfigError(f"a cache page holds at least one position, got {page_size}.")
         on_gpu = model.device.type == "cuda"
         if use_graphs and not on_gpu:
             raise ConfigError(f"CUDA graphs need a model on a GPU; this one is on {model.device}.")
@@ -133,6 +135,7 @@ class Engine:
         self.max_positions = max_positions
         self.use_graphs = on_gpu if use_graphs is None else use_graphs
         self.capture_seconds = 0.0
+        self._busy = False
         pages_each = -(-max_positions // page_size)
         self.cache = PagedKVCache(
             model.config, max_requests * pages_each, page_size, model.dtype, model.device
@@ -204,11 +207,17 @@ class Engine:
             ShapeError: a prompt is empty, or does not fit into the cache with what may follow.
             ConfigError: too many requests, or an option out of range.
         """
+        if self._busy:
+            raise ConfigError(
+                "this engine is generating; it runs one batch at a time. Ask again when generate() "
+                "has returned, or make another engine."
+            )
         self._check(requests)
         sampled = any(request.temperature > 0 for request in requests)
         self.capture(sampled)
         batch = _Batch(requests, self._eos, on_token)
         pages: list[list[int]] = []
+        self._busy = True
         try:
             for request in requests:
                 n_positions = len(request.prompt) + request.max_new_tokens - 1
@@ -222,6 +231,7 @@ class Engine:
             for taken in pages:
                 self.cache.allocator.free(taken)
             self.state.clear()
+            self._busy = False
         return Generation(
             tokens=tuple(tuple(tokens) for tokens in batch.tokens),
             prefill_seconds=prefill_seconds,

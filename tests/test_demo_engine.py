@@ -297,3 +297,20 @@ def test_a_pool_or_a_page_of_nothing_is_refused() -> None:
 
 def test_buckets_are_powers_of_two() -> None:
     assert BATCH_BUCKETS == (1, 2, 4, 8, 16, 32, 64)
+
+
+def test_an_engine_that_is_generating_refuses_another_batch(model: DecoderModel) -> None:
+    engine = Engine(model, 2, 40, eos_token_ids=())
+    request = Request(PROMPTS[0], 3)
+
+    def again(_index: int, _token: int) -> None:
+        engine.generate([request])
+
+    with pytest.raises(ConfigError, match="this engine is generating"):
+        engine.generate([request], again)
+    assert len(engine.generate([request]).tokens[0]) == 3
+
+
+def test_a_page_without_a_position_is_refused(model: DecoderModel) -> None:
+    with pytest.raises(ConfigError, match="at least one position, got 0"):
+        Engine(model, 1, 8, page_size=0)

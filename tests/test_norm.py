@@ -11,9 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fusedops.errors import DeviceError, DTypeError, LayoutError, ShapeError, UnsupportedError
+from fusedops.errors import (
+    ConfigError,
+    DeviceError,
+    DTypeError,
+    LayoutError,
+    ShapeError,
+    UnsupportedError,
+)
 from fusedops.ops import norm
 from fusedops.ops.norm import fused_add_rms_norm, fused_add_rms_norm_, layer_norm, rms_norm
+from fusedops.prologue import RmsNormPrologue
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HALVES = (torch.bfloat16, torch.float16)
@@ -415,3 +423,18 @@ def test_b39_compiled_in_place_form_keeps_its_effect(backend: str) -> None:
         assert torch.equal(compiled(x, residual), expected)
         assert torch.equal(x, eager_x)
         assert torch.equal(residual, eager_residual)
+
+
+@pytest.mark.parametrize("eps", [-1.0, float("nan"), float("inf")])
+def test_an_impossible_eps_is_refused(eps: float) -> None:
+    x, weight = torch.ones(2, 4), torch.ones(4)
+    with pytest.raises(ConfigError, match="rms_norm: eps is"):
+        rms_norm(x, weight, eps)
+    with pytest.raises(ConfigError, match="fused_add_rms_norm: eps is"):
+        fused_add_rms_norm(x, x.clone(), weight, eps)
+    with pytest.raises(ConfigError, match="fused_add_rms_norm_: eps is"):
+        fused_add_rms_norm_(x, x.clone(), weight, eps)
+    with pytest.raises(ConfigError, match="layer_norm: eps is"):
+        layer_norm(x, eps=eps)
+    with pytest.raises(ConfigError, match="rms_norm: eps is"):
+        RmsNormPrologue(eps)

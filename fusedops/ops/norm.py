@@ -11,6 +11,8 @@ Rounding points of RMSNorm (statistics are float32 always):
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,7 +25,7 @@ from fusedops.check import (
     require_same_device,
     require_shape,
 )
-from fusedops.errors import DTypeError, LayoutError
+from fusedops.errors import ConfigError, DTypeError, LayoutError
 from fusedops.ops.guards import empty_contiguous, require_writable
 from fusedops.ops.op import Op
 from fusedops.prologue import rms_normalize
@@ -42,6 +44,11 @@ def _check_parameter(op: str, name: str, parameter: Tensor, x: Tensor) -> None:
         )
     if parameter.device != x.device:
         require_same_device(op, "x", x, **{name: parameter})
+
+
+def _check_eps(op: str, eps: float) -> None:
+    if not 0.0 <= eps < math.inf:
+        raise ConfigError(f"{op}: eps is {eps}; accepted are finite values >= 0.")
 
 
 def _check_x(op: str, x: Tensor) -> None:
@@ -63,6 +70,7 @@ def _check_residual(op: str, x: Tensor, residual: Tensor) -> None:
 def _check_rms_norm(
     x: Tensor, weight: Tensor, eps: float, weight_offset: float, round_before_weight: bool
 ) -> None:
+    _check_eps("rms_norm", eps)
     _check_x("rms_norm", x)
     _check_parameter("rms_norm", "weight", weight, x)
 
@@ -104,6 +112,7 @@ def _check_fused_add_rms_norm(
     weight_offset: float,
     round_before_weight: bool,
 ) -> None:
+    _check_eps("fused_add_rms_norm", eps)
     _check_x("fused_add_rms_norm", x)
     _check_residual("fused_add_rms_norm", x, residual)
     _check_parameter("fused_add_rms_norm", "weight", weight, x)
@@ -139,6 +148,7 @@ def _check_fused_add_rms_norm_(
     round_before_weight: bool,
 ) -> None:
     op = "fused_add_rms_norm_"
+    _check_eps(op, eps)
     _check_x(op, x)
     _check_residual(op, x, residual)
     _check_parameter(op, "weight", weight, x)
@@ -176,6 +186,7 @@ Op(
 
 
 def _check_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
+    _check_eps("layer_norm", eps)
     _check_x("layer_norm", x)
     if weight is not None:
         _check_parameter("layer_norm", "weight", weight, x)

@@ -28,6 +28,7 @@ from fusedops.weight import Dense, WeightFormat
 
 __all__ = ["Explanation", "clear_plans", "explain", "explain_problem", "gemm", "spec_text"]
 
+_PLAN_LIMIT = 4096
 _plans: dict[tuple[Any, ...], tuple[str, GemmRun]] = {}
 
 
@@ -139,7 +140,7 @@ def _run(
     plan = _plans.get(key)
     if plan is None:
         plan = _plan(spec, policy, x, w, operands, out)
-        if len(_plans) >= 4096:
+        if len(_plans) >= _PLAN_LIMIT:
             _plans.clear()
         _plans[key] = plan
     name, run = plan
@@ -152,7 +153,7 @@ def _run_out(
     x: Tensor, w: Tensor, operands: Sequence[Tensor | None], spec: str, out: Sequence[Tensor]
 ) -> None:
     shared = {t.untyped_storage().data_ptr() for t in out if t.numel()}
-    for name, tensor in {"x": x, "w": w}.items():
+    for name, tensor in (("x", x), ("w", w)):
         if tensor.numel() and tensor.untyped_storage().data_ptr() in shared:
             raise LayoutError(
                 f"gemm_out: out shares memory with {name}, which is read while out is written; "
@@ -214,18 +215,6 @@ def _cached_spec(
     return GemmSpec(weight, chain, out_dtype, front)
 
 
-@lru_cache(maxsize=4096)
-def _cached_spec_text(
-    weight: WeightFormat | tuple[int, ...],
-    epilogue: Epilogue | str | None,
-    x_dtype: torch.dtype,
-    out_dtype: torch.dtype | None,
-    prologue: Prologue | str | None,
-) -> tuple[str, tuple[str, ...]]:
-    spec = _cached_spec(weight, epilogue, x_dtype, out_dtype, prologue)
-    return spec.text, tuple(operand.name for operand in spec.operands)
-
-
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def spec_text(
     weight: WeightFormat | tuple[int, ...],
@@ -243,7 +232,8 @@ def spec_text(
         out_dtype: dtype of the result; None: what the chain forces, else x's (bf16 for 8-bit x).
         prologue: the prologue or its text.
     """
-    return _cached_spec_text(weight, epilogue, x_dtype, out_dtype, prologue)
+    spec = _cached_spec(weight, epilogue, x_dtype, out_dtype, prologue)
+    return spec.text, spec.operand_names
 
 
 def _ordered(
@@ -364,7 +354,7 @@ def explain(
 ) -> Explanation:
     """What ``gemm`` with these arguments would run, without running it; raises as it would."""
     spec = _cached_spec(weight or tuple(w.shape), epilogue, x.dtype, out_dtype, prologue)
-    tensors = _ordered(spec.text, tuple(o.name for o in spec.operands), operands)
+    tensors = _ordered(spec.text, spec.operand_names, operands)
     spec.check(x, w, tensors)
     return _explain(_problem(spec, x, w, tensors))
 

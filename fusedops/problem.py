@@ -36,7 +36,7 @@ class GemmSpec:
     prologue: Prologue = NO_PROLOGUE
 
     def __post_init__(self) -> None:
-        names = [operand.name for operand in self.operands]
+        names = self.operand_names
         repeated = {name for name in names if names.count(name) > 1}
         if repeated:
             raise ConfigError(f"spec {self}: operand name(s) {', '.join(sorted(repeated))} twice.")
@@ -99,6 +99,11 @@ class GemmSpec:
         )
 
     @cached_property
+    def operand_names(self) -> tuple[str, ...]:
+        """Names of the operands in that order."""
+        return tuple(operand.name for operand in self.operands)
+
+    @cached_property
     def operand_widths(self) -> tuple[int, ...]:
         """The N against which each operand is checked and viewed."""
         before = len(self.prologue.operands()) + len(self.weight.operands())
@@ -144,7 +149,7 @@ class GemmSpec:
             )
         self.weight.check(x, weight)
         if len(operands) != len(self.operands):
-            names = ", ".join(o.name for o in self.operands) or "none"
+            names = ", ".join(self.operand_names) or "none"
             raise ShapeError(
                 f"gemm: got {len(operands)} operand(s), the spec {self} needs "
                 f"{len(self.operands)}: {names}."

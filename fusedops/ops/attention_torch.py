@@ -133,9 +133,7 @@ def _attend_single(
         oldest = max(0, length - options.window) if options.window else 0
         first = oldest // page_size
         k, v = read(row[first:], oldest - first * page_size, length - oldest)
-        scores = torch.bmm(rows, k)
-        if options.softcap:
-            scores.div_(options.softcap).tanh_().mul_(options.softcap)
+        scores = _capped(torch.bmm(rows, k), options)
         torch.bmm(scores.softmax(-1), v, out=result)
     return out.view(q.shape).to(q.dtype)
 
@@ -243,7 +241,11 @@ def _attend_rows(
 
 
 def _scores(rows: Tensor, k: Tensor, options: Attention) -> Tensor:
-    scores = torch.matmul(rows, k.transpose(-1, -2)).mul_(options.scale)
+    return _capped(torch.matmul(rows, k.transpose(-1, -2)).mul_(options.scale), options)
+
+
+def _capped(scores: Tensor, options: Attention) -> Tensor:
+    """Scaled scores behind the soft cap, in place."""
     if options.softcap:
         scores.div_(options.softcap).tanh_().mul_(options.softcap)
     return scores

@@ -19,7 +19,7 @@ from fusedops.providers.cutlass_decode import decode_candidate, decode_program
 from fusedops.providers.cutlass_kernel import Candidate
 from fusedops.providers.cutlass_prefill import prefill_candidate, prefill_program
 from fusedops.providers.gemm import GemmRun, refuse_prologue, register_gemm_provider
-from fusedops.providers.kernel_tensors import loaded, nothing, unit_stride, written
+from fusedops.providers.kernel_tensors import loaded, nothing, operands_read, written
 from fusedops.weight import Dense
 
 __all__ = ["CutlassProvider", "choose_candidate", "decode_program", "prefill_program", "register"]
@@ -79,17 +79,12 @@ class CutlassProvider:
         if 0 in (m, spec.n):
             return lambda x, w, operands, out: nothing(spec, x, out)
         launch = choose_candidate(problem).launcher()
-        flat = [operand.axis != "mn" for operand in spec.operands]
 
         def run(
             x: Tensor, w: Tensor, operands: Sequence[Tensor | None], out: Sequence[Tensor] | None
         ) -> list[Tensor]:
             results = spec.allocate(x) if out is None else list(out)
-            given = [
-                tensor.reshape(-1).contiguous() if is_flat else unit_stride(tensor.reshape(m, -1))
-                for tensor, is_flat in zip(operands, flat, strict=True)
-                if tensor is not None
-            ]
+            given = operands_read(spec, operands, m)
             main, *extra = (written(result, m) for result in results)
             with torch.cuda.device(x.device):
                 launch(_load(x.reshape(m, k)), _load(w), main, given, extra)

@@ -21,7 +21,7 @@ from fusedops.problem import GemmProblem
 from fusedops.providers.base import SUPPORTED, Support, not_applicable, unsupported
 from fusedops.providers.cutlass_kernel import kernel_program
 from fusedops.providers.gemm import GemmRun, refuse_prologue, register_gemm_provider
-from fusedops.providers.kernel_tensors import loaded, nothing, unit_stride, written
+from fusedops.providers.kernel_tensors import loaded, nothing, operands_read, written
 from fusedops.weight import Dense
 
 __all__ = ["CutlassSm80Provider", "mma_program", "register"]
@@ -94,7 +94,6 @@ class CutlassSm80Provider:
         tile = choose_mma(problem)
         pairs = _in_pairs(problem)
         even = any(pairs) and spec.n % 2 == 0 and spec.out_n % 2 == 0
-        flat = [operand.axis != "mn" for operand in spec.operands]
 
         @cache
         def kernel(paired: bool) -> LoadedKernel:
@@ -107,11 +106,7 @@ class CutlassSm80Provider:
             x: Tensor, w: Tensor, operands: Sequence[Tensor | None], out: Sequence[Tensor] | None
         ) -> list[Tensor]:
             results = spec.allocate(x) if out is None else list(out)
-            read = [
-                tensor.reshape(-1).contiguous() if is_flat else unit_stride(tensor.reshape(m, -1))
-                for tensor, is_flat in zip(operands, flat, strict=True)
-                if tensor is not None
-            ]
+            read = operands_read(spec, operands, m)
             main, *extra = (written(result, m) for result in results)
             tensors = (*read, *extra)
             paired = even and _aligned(compress(tensors, pairs), _PAIR_BYTES)

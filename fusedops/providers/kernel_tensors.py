@@ -10,7 +10,7 @@ from torch import Tensor
 from fusedops.errors import LayoutError
 from fusedops.problem import GemmSpec
 
-__all__ = ["loaded", "nothing", "unit_stride", "written"]
+__all__ = ["loaded", "nothing", "operands_read", "written"]
 
 _BYTE_DTYPES = (torch.float8_e4m3fn, torch.int8)
 _PITCH_ELEMENTS = 16
@@ -37,6 +37,17 @@ def unit_stride(matrix: Tensor) -> Tensor:
         return matrix
     pitch = matrix.stride(0) if rows > 1 else -(-columns // _PITCH_ELEMENTS) * _PITCH_ELEMENTS
     return matrix.as_strided((rows, columns), (pitch, 1))
+
+
+def operands_read(spec: GemmSpec, operands: Sequence[Tensor | None], m: int) -> list[Tensor]:
+    """The operands that are given: those of the result's shape as (m, columns), others flat."""
+    return [
+        unit_stride(tensor.reshape(m, -1))
+        if operand.axis == "mn"
+        else tensor.reshape(-1).contiguous()
+        for operand, tensor in zip(spec.operands, operands, strict=True)
+        if tensor is not None
+    ]
 
 
 def loaded(matrix: Tensor, align_bytes: int) -> Tensor:

@@ -353,6 +353,24 @@ def test_compilation_that_outlasts_the_budget_leaves_the_rest(tmp_path: Path) ->
 # What reads the file
 
 
+def test_two_tuners_of_one_file_keep_each_others_rows(tmp_path: Path) -> None:
+    path = tmp_path / "tuned.json"
+    first, second = (TuneFile(path, ENVIRONMENT, "today") for _ in range(2))
+    few, more, many = problems_at(16, 64, 128)
+    failing = FakeMeasure(dict.fromkeys((c.name for c in candidates(few.problem, 3)), "wrong"))
+
+    def measure(file: TuneFile, problem: TuneProblem, with_times: FakeMeasure) -> None:
+        tune([problem], file, measure=with_times, top=3, pool=FakePool())
+
+    measure(first, few, failing)
+    measure(second, few, FakeMeasure())
+    measure(second, more, FakeMeasure())
+    measure(first, many, FakeMeasure())
+    data = json.loads(path.read_text())
+    assert set(data["choices"]) == {few.key, more.key, many.key}
+    assert data["failures"] == {}, "what failed here ran right there, later"
+
+
 def test_a_measured_choice_is_taken_for_its_key_only(config_folder: Path) -> None:
     here, elsewhere = problem_at(16), problem_at(32)
     by_model = choose_candidate(here).name, choose_candidate(elsewhere).name

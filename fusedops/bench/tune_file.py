@@ -168,10 +168,9 @@ class TuneFile:
         kept, dropped = ("choices", "failures") if chosen else ("failures", "choices")
 
         def write(data: dict[str, Any]) -> None:
-            # Another process may have added rows to the file since it was read here.
-            for name, rows in (("choices", self._choices), ("failures", self._failures)):
-                rows |= data.get(name, {})
-                data[name] = rows
+            # What the file holds wins: another process may have changed it since it was read here.
+            self._choices = data.setdefault("choices", self._choices)
+            self._failures = data.setdefault("failures", self._failures)
             data[kept][key] = stored
             data[dropped].pop(key, None)
             self._describe(data)

@@ -125,61 +125,57 @@ def steps_of(report: Report, provider: str) -> dict[tuple[str, int, int], Report
     return {key: pair for key, pair in steps.items() if len(pair) == 2}
 
 
-def decode_baseline() -> str:
-    """Whole decode steps with cuBLAS's products beside plain torch's graph."""
-    report = read("h200/decode_baseline.json")
+def step_table(
+    name: str,
+    provider: str,
+    header: list[str],
+    cells: Callable[[tuple[str, int], Report, Report], list[str]],
+) -> str:
+    """Whole decode steps of a report, with our products by one provider, beside torch's graph.
+
+    Args:
+        name: the report's.
+        provider: of our products.
+        header: of our times and of what ``cells`` gives; torch's times stand between them.
+        cells: the rest of a row, of (shape, batch), our figures and torch's.
+    """
+    report = read(name)
     rows = []
-    for (shape, batch, context), pair in steps_of(report, "cublas").items():
+    for (shape, batch, context), pair in steps_of(report, provider).items():
         ours, torch_graph = pair["fusedops"], pair["torch graph"]
-        plan_us = ours["plan_us"]
-        limit = LIMITS_MS.get((shape, batch), torch_graph["ms"])
-        rows.append(
-            [
-                shape,
-                str(batch),
-                str(context),
-                number(ours["ms"], 2),
-                number(torch_graph["ms"], 2),
-                number(limit, 2),
-                number(ours["floor_ms"], 2),
-                number(plan_us and plan_us / 1e3, 2),
-                yes(None not in (ours["ms"], limit) and ours["ms"] <= limit),
-            ]
-        )
-    header = [
-        "shape",
-        "batch",
-        "context",
-        "fusedops with cuBLAS, ms",
-        "torch graph, ms",
-        "limit, ms",
-        "memory floor, ms",
-        "attention's plan on the host, ms",
-        "ok",
-    ]
+        times = [number(figures["ms"], 2) for figures in (ours, torch_graph)]
+        rest = cells((shape, batch), ours, torch_graph)
+        rows.append([shape, str(batch), str(context), *times, *rest])
+    header = ["shape", "batch", "context", header[0], "torch graph, ms", *header[1:]]
     return table(header, rows) + "\n" + provenance(report["environment"])
+
+
+def decode_baseline() -> str:
+    """Whole decode steps with cuBLAS's products."""
+
+    def cells(step: tuple[str, int], ours: Report, torch_graph: Report) -> list[str]:
+        limit, plan_us = LIMITS_MS.get(step, torch_graph["ms"]), ours["plan_us"]
+        return [
+            number(limit, 2),
+            number(ours["floor_ms"], 2),
+            number(plan_us and plan_us / 1e3, 2),
+            yes(None not in (ours["ms"], limit) and ours["ms"] <= limit),
+        ]
+
+    header = ["fusedops with cuBLAS, ms", "limit, ms", "memory floor, ms"]
+    header += ["attention's plan on the host, ms", "ok"]
+    return step_table("h200/decode_baseline.json", "cublas", header, cells)
 
 
 def decode_cutlass() -> str:
-    """Whole decode steps with our kernels' products beside plain torch's graph."""
-    report = read("h200/decode_cutlass.json")
-    rows = []
-    for (shape, batch, context), pair in steps_of(report, "cutlass").items():
-        ours, torch_graph = pair["fusedops"], pair["torch graph"]
-        rows.append(
-            [
-                shape,
-                str(batch),
-                str(context),
-                number(ours["ms"], 2),
-                number(torch_graph["ms"], 2),
-                number(ours["ms"] and torch_graph["ms"] and torch_graph["ms"] / ours["ms"], 2),
-                number(ours["floor_ms"], 2),
-            ]
-        )
-    header = ["shape", "batch", "context", "fusedops, ms", "torch graph, ms", "ratio"]
-    header.append("memory floor, ms")
-    return table(header, rows) + "\n" + provenance(report["environment"])
+    """Whole decode steps with our kernels' products."""
+
+    def cells(_: tuple[str, int], ours: Report, torch_graph: Report) -> list[str]:
+        ratio = ours["ms"] and torch_graph["ms"] and torch_graph["ms"] / ours["ms"]
+        return [number(ratio, 2), number(ours["floor_ms"], 2)]
+
+    header = ["fusedops, ms", "ratio", "memory floor, ms"]
+    return step_table("h200/decode_cutlass.json", "cutlass", header, cells)
 
 
 def significant(value: float | None) -> str:

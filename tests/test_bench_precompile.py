@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from test_cutlass_compile import make_problem
 
 from fusedops.bench.goals.gemm_layers import model_layers, set_rows
 from fusedops.bench.goals.gemm_rows import Compiler
@@ -16,22 +20,26 @@ from fusedops.bench.precompile import (
     Precompiled,
     layer_problem,
     main,
-    missing_programs,
     precompile,
     program_of,
 )
-from fusedops.bench.products import MODELS, PRODUCTS, Layer
+from fusedops.bench.products import MODELS, PRODUCTS, Layer, make_layer_buffers
 from fusedops.errors import ConfigError
+from fusedops.gemm import explain
 from fusedops.jit.dsl import dsl_key
 from fusedops.jit.location import CACHE_VARIABLE
+from fusedops.jit.prebuild import Compiled, KernelPool, Work
 from fusedops.providers import cutlass_decode, cutlass_prefill
 from fusedops.providers.cutlass import choose_candidate
+from fusedops.providers.cutlass_prefill import prefill_candidate
+from fusedops.providers.kernel_tensors import written
 
 
 def test_kernels_are_compiled_once_before_the_first_row_that_is_measured() -> None:
     asked: list[list[Any]] = []
 
-    def compile_all(problems: list[Any]) -> Precompiled:
+    def compile_all(problems: list[Any], arch: str) -> Precompiled:
+        assert arch == "sm_90a"
         asked.append(problems)
         return Precompiled(0, 0)
 
@@ -59,23 +67,79 @@ def test_the_precompiled_kernel_is_the_one_that_is_launched(
     assert asked == [dsl_key(program_of(problem), "sm_90a").digest]
 
 
-def test_each_kernel_is_compiled_once_and_failures_are_named() -> None:
-    layers = model_layers("llama3-8b")
-    problems = [layer_problem(layer, H200) for layer in layers]
-    wanted, present = missing_programs(problems)
-    assert present == 0
-    assert 0 < len(wanted) < len(problems)
-    seen: list[str] = []
+@pytest.mark.parametrize("n", [8, 24, 4096, 4104])
+@pytest.mark.parametrize("extra", ["", "|tap(t,e4m3)", "|tap|row_stat(sumsq,64)"])
+def test_a_prefill_candidates_program_is_for_tensors_as_torch_allocates_them(
+    n: int, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second kernel would be compiled at the first launch."""
+    loaded: list[str] = []
 
-    def compile_one(problem: Any) -> str:
-        seen.append(dsl_key(program_of(problem), problem.arch).digest)
-        return "no room" if len(seen) == 1 else ""
+    def load(program: Any, arch: str) -> Any:
+        loaded.append(dsl_key(program, arch).digest)
+        return lambda *arguments: None
 
-    done = precompile(
-        problems, 1, make_pool=lambda count: ThreadPoolExecutor(count), compile_one=compile_one
+    monkeypatch.setattr(cutlass_prefill, "dsl_kernel", load)
+    problem = make_problem(f"bias{extra}|residual", 100, n, 64)
+    candidate = prefill_candidate(problem)
+    half = torch.bfloat16
+    x, w, bias, residual = (
+        torch.zeros(size, dtype=half) for size in ((100, 64), (n, 64), n, (100, n))
     )
-    assert len(set(seen)) == len(seen) == len(wanted)
-    assert done.compiled == len(wanted) - 1
+    main, *others = (written(result, 100) for result in problem.spec.allocate(x))
+    candidate.launcher()(x, w, main, (bias, residual), others)
+    assert loaded == [dsl_key(candidate.program(), problem.arch).digest]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("k", [1, 2, 4, 12, 24, 4096])
+def test_a_layers_problem_has_the_alignment_of_its_tensors(k: int, dtype: torch.dtype) -> None:
+    layer = Layer(3, 16, k, dtype=dtype)
+    x, w, *_ = layer.operands(make_layer_buffers(layer, torch.Generator()))
+    assert layer_problem(layer, H200).aligned_bytes == explain(x, w).problem.aligned_bytes
+
+
+def test_a_layer_that_kernels_cannot_load_has_no_program() -> None:
+    with pytest.raises(ConfigError, match="must be multiples of 16 bytes, got multiples of 8"):
+        program_of(layer_problem(Layer(16, 64, 4 * 63), H200))
+
+
+class FakePool(KernelPool):
+    """Compiles nothing; kernels end as given in turn, then as compiled. Nothing is on disk."""
+
+    def __init__(self, ends: Sequence[str | Exception], *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._ends = list(ends)
+        self.started: list[str] = []
+
+    def _start(self, work: Work) -> Future[Compiled]:
+        self.started.append(dsl_key(work(), self.arch).digest)
+        end = self._ends.pop(0) if self._ends else ""
+        future: Future[Compiled] = Future()
+        if isinstance(end, Exception):
+            future.set_exception(end)
+        else:
+            future.set_result(Compiled("failed" if end else "compiled", end))
+        return future
+
+    def _compile_alone(self, work: Work) -> Compiled:
+        return Compiled("compiled")
+
+
+def test_each_kernel_is_compiled_once_and_failures_are_named() -> None:
+    problems = [layer_problem(layer, H200) for layer in model_layers("llama3-8b")]
+    pools: list[FakePool] = []
+
+    def open_pool(*arguments: Any, **options: Any) -> FakePool:
+        pools.append(FakePool(["no room", BrokenProcessPool("killed")], *arguments, **options))
+        return pools[0]
+
+    done = precompile(problems, "sm_90a", 1, open_pool=open_pool)
+    started = pools[0].started
+    assert 0 < len(started) < len(problems)
+    assert set(started) == {dsl_key(program_of(problem), "sm_90a").digest for problem in problems}
+    assert len(set(started)) == len(started)
+    assert (done.compiled, done.present) == (len(started) - 1, 0)
     assert list(done.failed.values()) == ["no room"]
 
 
@@ -86,11 +150,19 @@ def test_problems_that_no_tiling_fits_are_left_to_their_rows(
         raise ConfigError("no tiling")
 
     monkeypatch.setattr("fusedops.bench.precompile.choose_candidate", no_tiling)
-    assert precompile([layer_problem(Layer(16, 64, 64), H200)]) == Precompiled(0, 0)
+    done = precompile([layer_problem(Layer(16, 64, 64), H200)], "sm_90a")
+    assert (done.compiled, done.present, done.failed) == (0, 0, {})
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["gemm.none*"], ["--model", "llama9"], ["gemm.small_m.*", "--cores", "9999"]]
+    "arguments",
+    [
+        [],
+        ["gemm.none*"],
+        ["--model", "llama9"],
+        ["gemm.small_m.*", "--cores", "9999"],
+        ["--model", "llama3-8b", "--workers", "0"],
+    ],
 )
 def test_the_command_refuses_bad_input_in_one_line(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
@@ -107,6 +179,6 @@ def test_a_new_process_compiles_into_the_store(
 ) -> None:
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     problem = layer_problem(Layer(16, 4096, 4096, residual=True), H200)
-    assert precompile([problem, problem], 1).compiled == 1
-    again = precompile([problem])
+    assert precompile([problem, problem], "sm_90a", 1).compiled == 1
+    again = precompile([problem], "sm_90a")
     assert (again.compiled, again.present) == (0, 1)

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from fusedops.jit.dsl import OBJECT, compile_dsl, dsl_kernel
 from fusedops.jit.location import CacheSettings
 from fusedops.jit.store import Store
 from fusedops.problem import GemmProblem, GemmSpec
+from fusedops.prologue import NO_PROLOGUE, Prologue, RmsNormPrologue
 from fusedops.providers.cutlass import CutlassProvider, decode_program
 from fusedops.weight import Dense
 
@@ -33,10 +35,11 @@ def make_problem(
     n: int = 4096,
     k: int = 4096,
     dtype: torch.dtype = torch.bfloat16,
+    prologue: Prologue = NO_PROLOGUE,
     **changes: object,
 ) -> GemmProblem:
     epilogue = Epilogue.parse(chain)
-    spec = GemmSpec(Dense(n, k), epilogue, epilogue.result_dtype(dtype))
+    spec = GemmSpec(Dense(n, k), epilogue, epilogue.result_dtype(dtype), prologue)
     operand_dtypes = tuple(dtype if dtype in o.dtypes else torch.float32 for o in spec.operands)
     facts = {"device_type": "cuda", "sm_count": 132, "arch": "sm_90a", "gpu": "NVIDIA H200"}
     return GemmProblem(spec, m, dtype, operand_dtypes, **{**facts, **changes})  # type: ignore[arg-type]
@@ -61,15 +64,36 @@ def nvdisasm() -> str | None:
             64,
             torch.bfloat16,
         ),
+        ("bias|residual|row_stat(sumsq,132)", 128, torch.bfloat16),
     ],
 )
 def test_decode_kernel_is_tensor_core_code_without_spills(
     chain: str, m: int, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    problem = make_problem(chain, m, dtype=dtype)
+    check_code(make_problem(chain, m, dtype=dtype), tmp_path)
+
+
+@needs_dsl
+@pytest.mark.parametrize(
+    ("prologue", "m", "packed"),
+    [(RmsNormPrologue(1e-5), 9, True), (RmsNormPrologue(1e-6, "gemma", 1.0), 32, False)],
+    ids=["llama", "gemma"],
+)
+def test_norm_inside_is_vectorised_and_keeps_the_kernel_free_of_spills(
+    prologue: RmsNormPrologue, m: int, packed: bool, tmp_path: Path
+) -> None:
+    sass = check_code(make_problem("bias", m, prologue=prologue), tmp_path)
+    # x is read from and written to shared memory 16 bytes at a time.
+    assert "LDS.128" in sass
+    assert "STS.128" in sass
+    assert ("HMUL2.BF16" in sass) == packed
+
+
+def check_code(problem: GemmProblem, folder: Path) -> str:
+    """Compile what is chosen for a problem; its SASS is Tensor Core code without spills."""
     program = decode_program(problem, choose_decode(problem, problem.gpu))
-    compile_dsl(program, "sm_90a", tmp_path)
-    cubin = extract_cubin((tmp_path / OBJECT).read_bytes(), tmp_path)
+    compile_dsl(program, "sm_90a", folder)
+    cubin = extract_cubin((folder / OBJECT).read_bytes(), folder)
     tool = nvdisasm()
     if tool is None:
         pytest.skip("nvdisasm is not installed")
@@ -77,6 +101,34 @@ def test_decode_kernel_is_tensor_core_code_without_spills(
     assert "HGMMA" in sass
     assert "UTMALDG" in sass
     assert not re.search(r"\b(LDL|STL)\b", sass), "the kernel spills to local memory"
+    return sass
+
+
+def test_norm_inside_is_refused_where_it_cannot_or_should_not_run() -> None:
+    norm = RmsNormPrologue(1e-5)
+
+    def refusal(m: int, k: int = 4096, given: bool = True) -> str | None:
+        problem = make_problem("none", m, k=k, prologue=norm)
+        if not given:
+            problem = replace(problem, operand_dtypes=(torch.bfloat16, None))
+        return next(t for t in decode_tiles() if t.name == "r64k128s2").legal(problem)
+
+    assert refusal(1) is None
+    assert refusal(32) is None
+    assert "normalise all of x" in str(refusal(33))
+    assert "norm_sumsq" in str(refusal(1, given=False))
+    assert "multiple of 8" in str(refusal(1, k=4100))
+    assert "stages" in str(refusal(32, k=200000))
+
+
+def test_weight_of_the_norm_takes_stages_of_the_ring() -> None:
+    tile = next(t for t in decode_tiles() if t.name == "r48k128")
+    bare, normed = make_problem("none"), make_problem("none", prologue=RmsNormPrologue(1e-5))
+    assert tile.norm_bytes(bare) == 0
+    assert tile.norm_bytes(normed) == 8192
+    with_norm = tile.config(16, 2, tile.norm_bytes(normed))
+    assert with_norm.stages < tile.config(16, 2).stages
+    assert with_norm.norm_bytes == 8192
 
 
 def extract_cubin(object_file: bytes, folder: Path) -> Path:
@@ -179,9 +231,10 @@ def test_names_are_unique_and_buckets_cover_m() -> None:
     names = [tile.name for tile in decode_tiles()]
     assert len(names) == len(set(names))
     assert [m_bucket(m) for m in (1, 8, 9, 16, 17, 33, 64)] == [8, 8, 16, 16, 32, 64, 64]
-    assert DECODE_BUCKETS[-1] == 64
-    with pytest.raises(ConfigError, match="at most 64"):
-        m_bucket(65)
+    assert [m_bucket(m) for m in (65, 96, 97, 128)] == [96, 96, 128, 128]
+    assert DECODE_BUCKETS[-1] == 128
+    with pytest.raises(ConfigError, match="at most 128"):
+        m_bucket(129)
 
 
 def test_explain_shows_the_decode_configuration() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -284,17 +284,30 @@ def test_8_bit_results_are_passed_as_bytes_of_the_same_memory(
     assert out.data_ptr() == result.data_ptr()
 
 
+@pytest.fixture
+def nan_in_new_tensors() -> Iterator[None]:
+    """torch.empty holds NaN, so that what nobody writes shows."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("nan_in_new_tensors")
+@pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize(("m", "n"), [(0, 16), (3, 0), (0, 0)])
 def test_no_rows_or_columns_launch_nothing_and_statistics_are_zero(
-    launched: list[tuple[bool, tuple[Any, ...]]], m: int, n: int
+    launched: list[tuple[bool, tuple[Any, ...]]], m: int, n: int, given: bool
 ) -> None:
     problem = make_problem("row_stat(sumsq,2)", m, n, 8)
-    empty = torch.zeros(0, 8).to(torch.bfloat16)
-    main, stats = run(problem, empty.new_ones(m, 8), empty.new_ones(n, 8))
+    x, w = (torch.ones(rows, 8, dtype=torch.bfloat16) for rows in (m, n))
+    out = problem.spec.allocate(x) if given else None
+    assert torch.empty(2, 3).isnan().all()
+    main, stats = results = run(problem, x, w, (), out)
     assert not launched
     assert main.shape == (m, n)
-    assert stats.shape == (2, m)
-    assert not stats.any()
+    torch.testing.assert_close(stats, torch.zeros(2, m), rtol=0, atol=0)
+    if out is not None:
+        assert all(result is target for result, target in zip(results, out, strict=True))
 
 
 # Index maps, on plain integers

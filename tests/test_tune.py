@@ -38,7 +38,9 @@ from fusedops.config.files import tuned_path, tuning_m
 from fusedops.errors import ConfigError
 from fusedops.jit.prebuild import Compiled, KernelPool, Work
 from fusedops.packing import unpack_gate_up
-from fusedops.providers.cutlass import choose_candidate
+from fusedops.providers.cutlass import CutlassProvider, choose_candidate
+from fusedops.providers.cutlass_sm80 import CutlassSm80Provider
+from fusedops.providers.gemm import GemmProvider
 from serving_demo.shapes import SHAPES
 
 ENVIRONMENT = Environment(
@@ -60,7 +62,7 @@ class FakePool(KernelPool):
         """There are no processes."""
 
     def submit(self, work: Work) -> str:
-        name: str = work.args[1].name  # type: ignore[attr-defined]
+        name: str = work.__self__.name  # type: ignore[attr-defined]
         self.asked.append(name)
         return name
 
@@ -202,6 +204,12 @@ def test_candidates_are_the_best_by_the_model(m: int, top: int, config_folder: P
         assert choose_candidate(problem).name in {candidate.name for candidate in found}
         assert all(candidate.tile.legal(problem) is None for candidate in found)
         assert len({candidate.name for candidate in found}) == len(found)
+
+
+@pytest.mark.parametrize("m", [16, 4096])
+def test_rows_that_no_kernel_can_load_have_no_candidates(m: int) -> None:
+    with pytest.raises(ConfigError, match="got multiples of 4"):
+        candidates(layer_problem(Layer(m, 4096, 4098), H200), 3)
 
 
 # The file
@@ -412,6 +420,17 @@ def test_a_malformed_file_is_named(config_folder: Path, text: str, reason: str) 
     assert str(caught.value).count(path.name) == 1
     path.write_text(json.dumps(GOOD))
     assert tuned_choices("NVIDIA H200") == GOOD["choices"]
+
+
+@pytest.mark.parametrize("provider", [CutlassProvider(), CutlassSm80Provider()])
+def test_a_malformed_file_is_no_reason_to_pass_kernels_over(
+    provider: GemmProvider, config_folder: Path
+) -> None:
+    path = tuned_path("NVIDIA H200")
+    path.parent.mkdir()
+    path.write_text("[]")
+    with pytest.raises(ConfigError, match="malformed"):
+        provider.supports(problem_at(16))
 
 
 def test_the_committed_file_is_sound() -> None:

@@ -14,26 +14,24 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
-import multiprocessing
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 
 import torch
 
 from fusedops.bench.products import Layer
 from fusedops.epilogue.chain import Epilogue
 from fusedops.errors import ConfigError, FusedOpsError
-from fusedops.jit.dsl import DslProgram, compile_dsl, dsl_key
+from fusedops.jit.dsl import DslProgram
 from fusedops.jit.launch import device_arch
-from fusedops.jit.store import default_store
+from fusedops.jit.location import CacheSettings
+from fusedops.jit.prebuild import KernelPool
 from fusedops.problem import GemmProblem, GemmSpec
 from fusedops.providers.cutlass import choose_candidate
-from fusedops.providers.cutlass_decode import DecodeCandidate, decode_program
-from fusedops.providers.cutlass_prefill import PrefillCandidate, prefill_program
 from fusedops.weight import Dense
 
 __all__ = [
@@ -42,7 +40,6 @@ __all__ = [
     "Target",
     "layer_problem",
     "main",
-    "missing_programs",
     "precompile",
     "program_of",
 ]
@@ -102,6 +99,7 @@ def layer_problem(layer: Layer, target: Target) -> GemmProblem:
         operand_dtypes,
         device_type="cuda",
         sm_count=target.sm_count,
+        aligned_bytes=layer.aligned_bytes,
         arch=target.arch,
         gpu=target.gpu,
     )
@@ -111,98 +109,54 @@ def program_of(problem: GemmProblem) -> DslProgram:
     """The program that the provider ``cutlass`` compiles when it first serves ``problem``.
 
     Raises:
-        ConfigError: no tiling is legal, or the family has no rule here.
+        ConfigError: no kernel or no tiling fits.
     """
-    candidate = choose_candidate(problem)
-    if isinstance(candidate, DecodeCandidate):
-        return decode_program(problem, candidate.tile)
-    if isinstance(candidate, PrefillCandidate):
-        # What torch allocates starts aligned, so its columns alone decide.
-        spec = problem.spec
-        whole = spec.n % 8 == 0 and spec.out_n % 8 == 0
-        aligned = whole and spec.out_n * spec.out_dtype.itemsize % 16 == 0
-        return prefill_program(problem, candidate.tile, aligned)
-    raise ConfigError(
-        f"precompile: no rule for {type(candidate).__name__}; add its program to program_of()."
-    )
+    return choose_candidate(problem).program()
 
 
-def missing_programs(problems: Iterable[GemmProblem]) -> tuple[list[GemmProblem], int]:
-    """One problem for each kernel that the store lacks, and the number of kernels that it has.
-
-    Problems that no tiling fits are left out: whoever measures them learns the reason.
-    """
-    wanted: dict[str, GemmProblem] = {}
-    present: set[str] = set()
-    store = default_store()
-    for problem in problems:
-        try:
-            key = dsl_key(program_of(problem), problem.arch)
-        except ConfigError:
-            continue
-        if key.digest in wanted or key.digest in present:
-            continue
-        if not key.memory_only and store.find(key) is not None:
-            present.add(key.digest)
-        else:
-            wanted[key.digest] = problem
-    return list(wanted.values()), len(present)
-
-
-def _compile(problem: GemmProblem) -> str:
-    """Compile one kernel into the store; an empty string, or the reason why it was not."""
+def _is_served(problem: GemmProblem) -> bool:
     try:
-        program = program_of(problem)
-        default_store().ensure(
-            dsl_key(program, problem.arch),
-            lambda folder: compile_dsl(program, problem.arch, folder),
-        )
-    except FusedOpsError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def _processes(workers: int) -> Executor:
-    # Forked children would inherit the parent's CUDA context, which they cannot use.
-    context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(workers, mp_context=context)
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        choose_candidate(problem)
+    except ConfigError:
+        return False
+    return True
 
 
 def precompile(
     problems: Iterable[GemmProblem],
+    arch: str,
     workers: int | None = None,
     *,
-    make_pool: Callable[[int], Executor] = _processes,
-    compile_one: Callable[[GemmProblem], str] = _compile,
+    open_pool: Callable[..., KernelPool] = KernelPool,
 ) -> Precompiled:
     """Compile into the store what ``problems`` need and it lacks; the GPU is not touched.
 
+    Problems that no tiling fits are left out: whoever measures them learns the reason. A kernel
+    that fails is named in the result; the others are compiled all the same.
+
     Args:
         problems: what will be asked; several may share a kernel.
-        workers: processes, by default one a core. Each imports torch and the DSL first (seconds).
-        make_pool: makes the pool of workers (tests).
-        compile_one: replaces the compilation (tests).
+        arch: architecture to compile for.
+        workers: processes, see ``KernelPool``. Each imports torch and the DSL first (seconds).
+        open_pool: replaces ``KernelPool`` (tests).
 
-    A kernel that fails is named in the result; the others are compiled all the same.
+    Raises:
+        ConfigError, BuildError: ``workers`` is not positive; the store's folders are not usable.
     """
     start = time.monotonic()
-    wanted, present = missing_programs(problems)
+    counts = {"compiled": 0, "present": 0}
     failed: dict[str, str] = {}
-    if wanted:
-        with make_pool(min(workers or _cores(), len(wanted))) as pool:
-            reasons = list(pool.map(compile_one, wanted))
-        for problem, reason in zip(wanted, reasons, strict=True):
-            if reason:
-                failed[f"{problem.spec} m{problem.m}"] = reason
-    return Precompiled(
-        len(wanted) - len(failed), present, failed, round(time.monotonic() - start, 3)
-    )
+    with open_pool(arch, CacheSettings.from_environment(), workers=workers) as pool:
+        asked: dict[str, GemmProblem] = {}
+        for problem in filter(_is_served, problems):
+            asked.setdefault(pool.submit(partial(program_of, problem)), problem)
+        for name, problem in asked.items():
+            done = pool.result(name, partial(program_of, problem))
+            if done.ok:
+                counts["compiled" if done.origin == "compiled" else "present"] += 1
+            else:
+                failed[f"{problem.spec} m{problem.m}"] = done.reason
+    return Precompiled(**counts, failed=failed, wall_s=round(time.monotonic() - start, 3))
 
 
 def _layers(options: argparse.Namespace) -> list[Layer]:
@@ -233,7 +187,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("goals", nargs="*", metavar="PATTERN", help="ids of goals, shell style")
     parser.add_argument("--model", action="append", default=[], metavar="NAME")
-    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: cores)")
+    parser.add_argument(
+        "--workers", type=int, metavar="N", help="processes (default: cores, at most 32)"
+    )
     parser.add_argument("--cores", type=int, metavar="N", help="run on the first N cores only")
     parser.add_argument("--gpu", default=H200.gpu, help="device name (default: %(default)s)")
     parser.add_argument("--arch", default=H200.arch, help="(default: %(default)s)")
@@ -242,13 +198,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         layers = _layers(options)
         if options.cores is not None:
-            if not 1 <= options.cores <= _cores():
+            cores = sorted(os.sched_getaffinity(0))
+            if not 1 <= options.cores <= len(cores):
                 raise ConfigError(
-                    f"precompile: --cores {options.cores}; accepted: 1 to {_cores()}."
+                    f"precompile: --cores {options.cores}; accepted: 1 to {len(cores)}."
                 )
-            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
+            os.sched_setaffinity(0, cores[: options.cores])
         target = Target(options.gpu, options.arch, options.sm_count)
-        done = precompile([layer_problem(layer, target) for layer in layers], options.workers)
+        problems = [layer_problem(layer, target) for layer in layers]
+        done = precompile(problems, target.arch, options.workers)
     except FusedOpsError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

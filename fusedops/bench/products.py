@@ -21,9 +21,11 @@ from torch import Tensor
 from fusedops.bench.contenders import Contender
 from fusedops.bench.cublaslt import LtMatmul
 from fusedops.bench.data import Buffers
+from fusedops.bench.oracles import relative_error
 from fusedops.bench.peers import Available, Check, fresh_compile, peer_status
 from fusedops.bench.ranking import best_algorithm
 from fusedops.check import require_choice
+from fusedops.packing import pack_gate_up
 
 __all__ = [
     "ACTIVATIONS",
@@ -115,6 +117,22 @@ class Layer:
             steps.append("residual")
         return "|".join(steps) or "none"
 
+    @property
+    def aligned_bytes(self) -> int:
+        """``GemmProblem.aligned_bytes`` of x and the weight as ``make_layer_buffers`` makes them.
+
+        torch allocates them at multiples of more, so their dense rows of K elements decide.
+        """
+        bits = 16 | self.K * self.dtype.itemsize
+        return bits & -bits
+
+    def packed(self, tensor: Tensor) -> Tensor:
+        """A weight or bias in the order in which our kernels read it: rows paired behind a gate."""
+        if not self.gated:
+            return tensor
+        half = self.N // 2
+        return pack_gate_up(tensor[:half], tensor[half:])
+
     def epilogue(self, product: Tensor, residual: Tensor | None) -> Tensor:
         """What follows ``x @ w.T + bias``, as separate torch operations in the tensor's dtype."""
         activation = ACTIVATIONS[self.activation]
@@ -138,6 +156,13 @@ class Layer:
         if bias is not None:
             product += bias.double()
         return self.epilogue(product, None if residual is None else residual.double())
+
+    def verdict(self, result: Tensor, reference: Tensor) -> str | None:
+        """What is wrong with a result, given the layer's in float64, or None."""
+        error = relative_error(result, reference)
+        # Peers' separate epilogues round two or three times; each costs at most half a unit.
+        allowed = torch.finfo(self.dtype).eps
+        return None if error <= allowed else f"relative error {error:.3g}, allowed {allowed:.3g}"
 
 
 PRODUCTS = ("qkv_bias", "o_residual", "gate_up_swiglu", "down_residual", "lm_head")

@@ -13,12 +13,10 @@ from fusedops.bench.contenders import Contender, measure
 from fusedops.bench.data import Buffers
 from fusedops.bench.layer_chain import LayerChain
 from fusedops.bench.measurement import Failed, Outcome
-from fusedops.bench.oracles import relative_error
 from fusedops.bench.products import Layer, cublas_peers, make_layer_buffers
 from fusedops.bench.timer import Protocol
 from fusedops.bench.tune_problems import CutlassCandidate, TuneProblem
 from fusedops.errors import DeviceError
-from fusedops.packing import pack_gate_up
 from fusedops.providers.cutlass_kernel import Launch
 
 __all__ = [
@@ -36,23 +34,15 @@ launch outlasts its neighbours' prologues, as launches on rotated buffers."""
 PROTOCOL = Protocol(samples=15, cap_s=1.0, settle_max_s=0.3)
 
 
-def _paired(layer: Layer, tensor: Tensor) -> Tensor:
-    """A weight or bias in the order that a gate's kernel reads it."""
-    if not layer.gated:
-        return tensor
-    half = layer.N // 2
-    return pack_gate_up(tensor[:half], tensor[half:])
-
-
 def measure_in_chain(
     layer: Layer, launches: Mapping[str, Launch], device: torch.device, protocol: Protocol
 ) -> dict[str, Outcome]:
     """A layer's launches by name, and its peers, in a chain where each reads the one before."""
     chain = LayerChain(layer, device)
-    weights = [_paired(layer, weight) for weight in chain.chain.weights]
+    weights = [layer.packed(weight) for weight in chain.chain.weights]
     operands = []
     if chain.bias is not None:
-        operands.append(_paired(layer, chain.bias))
+        operands.append(layer.packed(chain.bias))
     if chain.residual is not None:
         operands.append(chain.residual)
 
@@ -75,16 +65,13 @@ def measure_rotated(
         key = buffers.inputs[0].data_ptr()
         if key not in references:
             references[key] = layer.reference(buffers)
-        error = relative_error(results[0], references[key])
-        # Peers with separate epilogues round two or three times; each costs at most half a unit.
-        allowed = torch.finfo(layer.dtype).eps
-        return None if error <= allowed else f"relative error {error:.3g}, allowed {allowed:.3g}"
+        return layer.verdict(results[0], references[key])
 
     def prepare(buffers: Buffers) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         x, w, bias, residual = layer.operands(buffers)
         if w.data_ptr() not in packed:
-            packed[w.data_ptr()] = _paired(layer, w)
-        operands = [] if bias is None else [_paired(layer, bias)]
+            packed[w.data_ptr()] = layer.packed(w)
+        operands = [] if bias is None else [layer.packed(bias)]
         operands += [] if residual is None else [residual]
         return x, packed[w.data_ptr()], buffers.outputs[0], operands
 

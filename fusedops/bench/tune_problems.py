@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -22,7 +21,7 @@ from fusedops.errors import ConfigError, UnsupportedError
 from fusedops.jit.prebuild import Work
 from fusedops.packing import padded_gate_rows
 from fusedops.problem import GemmProblem
-from fusedops.providers.cutlass import decode_program, prefill_program
+from fusedops.providers.cutlass import require_kernel_fits
 from fusedops.providers.cutlass_decode import DecodeCandidate
 from fusedops.providers.cutlass_prefill import PrefillCandidate
 
@@ -209,7 +208,11 @@ def candidates(problem: GemmProblem, top: int) -> list[CutlassCandidate]:
 
     What ``choose_candidate`` takes without measured choices is the first by predicted time, so it
     is always among them. Those predicted ``HOPELESS`` times slower than it are left out.
+
+    Raises:
+        ConfigError: no kernel can load the problem's tensors.
     """
+    require_kernel_fits(problem)
     found: list[CutlassCandidate] = []
     if problem.m <= DECODE_BUCKETS[-1]:
         tiles = _shortlist(decode_tiles(), problem, top)
@@ -222,10 +225,4 @@ def candidates(problem: GemmProblem, top: int) -> list[CutlassCandidate]:
 
 def candidate_work(candidate: CutlassCandidate) -> Work:
     """What compiles a candidate's kernel for tensors as torch allocates them."""
-    problem = candidate.problem
-    if isinstance(candidate, DecodeCandidate):
-        return functools.partial(decode_program, problem, candidate.tile)
-    spec = problem.spec
-    whole = spec.n % 8 == 0 and spec.out_n % 8 == 0
-    aligned = whole and spec.out_n * spec.out_dtype.itemsize % 16 == 0
-    return functools.partial(prefill_program, problem, candidate.tile, aligned)
+    return candidate.program

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from fusedops.config.decode import (
-    DECODE_BUCKETS,
     DecodeConfig,
     DecodeTile,
     choose_decode,
     decode_tiles,
     m_bucket,
 )
-from fusedops.config.files import NamedTile, tuned_choices, tuning_key
+from fusedops.config.files import DECODE_BUCKETS, NamedTile, tuned_choices, tuning_key
 from fusedops.config.prefill import PrefillConfig, PrefillTile, choose_prefill, prefill_tiles
 
 __all__ = [

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from fusedops.config.files import SHARED_BYTES, choose_tile, load_tiles
+from fusedops.config.files import DECODE_BUCKETS, SHARED_BYTES, choose_tile, load_tiles
 from fusedops.errors import ConfigError
 from fusedops.problem import GemmProblem
+from fusedops.prologue import NO_PROLOGUE, RmsNormPrologue
 
 __all__ = [
-    "DECODE_BUCKETS",
     "DecodeConfig",
     "DecodeTile",
     "choose_decode",
@@ -18,11 +18,14 @@ __all__ = [
     "m_bucket",
 ]
 
-DECODE_BUCKETS = (8, 16, 32, 64)
-"""Padded M of the decode kernels: the wgmma N they are compiled for."""
-
 _WGMMA_ROWS = 64
 _MANY_ROUNDS = 4
+_NORM_BYTES = 1280
+"""Shared memory of an RMSNorm in front: 1 KiB of partial sums and a barrier a stage."""
+_NORM_ROWS = 32
+"""Rows up to which a norm inside is worth its repetition by every CTA: on an H200 it adds 0.8 us to
+a product of one row, 2 us at 16 and 32 rows, 10 us at 64."""
+_NORM_STEP_BYTES = 2048
 _RESERVED_BYTES = 1024
 """Shared memory that the system takes of each CTA (CUDA C++ Programming Guide, 9.0)."""
 
@@ -36,12 +39,13 @@ class DecodeConfig:
         k: columns of K in a stage, a multiple of 64.
         stages: TMA stages of the ring.
         split: CTAs that share a tile's K, 1 or 2 (a cluster).
-        m_pad: padded M, the wgmma N: 8, 16, 32 or 64.
+        m_pad: padded M, the wgmma N: one of ``DECODE_BUCKETS``.
         trigger: the producer allows the next kernel to start once it has at most this many k-tiles
             left to load; -1 does so at once.
         prefetch: k-tiles of the weight that are fetched into L2 behind those that the ring takes,
             before the kernel waits for the one before it.
         resident: CTAs that share an SM, and so its registers and shared memory.
+        norm_bytes: shared memory for an RMSNorm's weight along a CTA's part of K; 0 without one.
     """
 
     rows: int
@@ -52,6 +56,7 @@ class DecodeConfig:
     trigger: int = -1
     prefetch: int = 0
     resident: int = 1
+    norm_bytes: int = 0
 
     @property
     def warpgroups(self) -> int:
@@ -76,19 +81,28 @@ class DecodeTile:
     prefetch: int = 0
     resident: int = 1
 
-    def stages(self, m_pad: int, element_bytes: int) -> int:
+    def stages(self, m_pad: int, element_bytes: int, norm_bytes: int = 0) -> int:
         """TMA stages that fit beside the reduction buffer, the statistics and the barriers."""
         warps = -(-self.rows // 64) * 4
         exchange = (self.split - 1) * warps * 32 * (m_pad // 4) * 4
         statistics = 2 * (warps + 1) * m_pad * 4
         stage = (self.rows + m_pad) * self.k * element_bytes + 16
         shared = (SHARED_BYTES - (self.resident - 1) * _RESERVED_BYTES) // self.resident
-        return min(24, (shared - exchange - statistics - 2048) // stage)
+        others = exchange + statistics + 2048 + (norm_bytes and norm_bytes + _NORM_BYTES)
+        return min(24, (shared - others) // stage)
 
-    def config(self, m: int, element_bytes: int) -> DecodeConfig:
-        """The compiled configuration that serves ``m`` rows."""
+    def norm_bytes(self, problem: GemmProblem) -> int:
+        """Shared memory for the norm's weight along a CTA's part of K; 0 without a norm."""
+        weight = problem.operand_dtypes[0] if problem.spec.prologue != NO_PROLOGUE else None
+        if weight is None:
+            return 0
+        columns = -(-problem.spec.k // (self.k * self.split)) * self.k
+        return -(-columns * weight.itemsize // _NORM_STEP_BYTES) * _NORM_STEP_BYTES
+
+    def config(self, m: int, element_bytes: int, norm_bytes: int = 0) -> DecodeConfig:
+        """The compiled configuration that serves ``m`` rows, with or without a norm in front."""
         bucket = m_bucket(m)
-        stages = self.stages(bucket, element_bytes)
+        stages = self.stages(bucket, element_bytes, norm_bytes)
         return DecodeConfig(
             self.rows,
             self.k,
@@ -98,6 +112,7 @@ class DecodeTile:
             self.trigger,
             self.prefetch,
             self.resident,
+            norm_bytes,
         )
 
     def clusters(self, n: int, sm_count: int) -> int:
@@ -115,10 +130,17 @@ class DecodeTile:
         if self.rows % 16 or not 16 <= self.rows <= 256:
             # Gate/up blocks are 16 rows; besides, CuTe DSL 4.8 aborts on an odd number of 8 rows.
             return f"rows={self.rows} is no multiple of 16 up to 256"
+        if m_bucket(problem.m) > _WGMMA_ROWS and self.rows > 2 * _WGMMA_ROWS:
+            return (
+                f"M={problem.m} with more than 128 weight rows takes more registers than there are"
+            )
         k_tiles = -(-problem.spec.k // self.k)
         if k_tiles < self.split:
             return f"K={problem.spec.k} has fewer k-tiles than CTAs that share them"
-        if self.stages(m_bucket(problem.m), problem.x_dtype.itemsize) < 3:
+        if problem.spec.prologue != NO_PROLOGUE and (refusal := _prologue_refusal(problem)):
+            return refusal
+        norm_bytes = self.norm_bytes(problem)
+        if self.stages(m_bucket(problem.m), problem.x_dtype.itemsize, norm_bytes) < 3:
             return "fewer than 3 stages fit the shared memory"
         for node in problem.spec.epilogue:
             parts = getattr(node, "parts", None)
@@ -149,6 +171,20 @@ class DecodeTile:
         return (weight + x / 3) / per_sm_bytes_us + 1.0 + 0.3 * (self.split - 1) * waves + latency
 
 
+def _prologue_refusal(problem: GemmProblem) -> str | None:
+    """Why the kernel cannot have the problem's prologue inside, or None if it can."""
+    prologue = problem.spec.prologue
+    if not isinstance(prologue, RmsNormPrologue):
+        return f"no kernel has {prologue} inside"
+    if problem.m > _NORM_ROWS:
+        return f"M={problem.m} > {_NORM_ROWS}: every CTA would normalise all of x"
+    if problem.operand_dtypes[1] is None:
+        return f"{prologue} is inside with its operand norm_sumsq only: no CTA reads whole rows"
+    if problem.spec.k % 8:
+        return f"K={problem.spec.k} is no multiple of 8, which {prologue} inside needs"
+    return None
+
+
 def m_bucket(m: int) -> int:
     """The padded M that serves ``m`` rows; ConfigError beyond the largest bucket."""
     for bucket in DECODE_BUCKETS:
@@ -164,7 +200,7 @@ def decode_tiles() -> tuple[DecodeTile, ...]:
 
 
 def choose_decode(problem: GemmProblem, gpu: str) -> DecodeTile:
-    """The tiling for a problem with M <= 64: measured, else predicted fastest.
+    """The tiling for a problem with M <= 128: measured, else predicted fastest.
 
     Raises:
         ConfigError: no named tiling is legal; the message lists why.

@@ -17,6 +17,7 @@ from fusedops.errors import ConfigError
 from fusedops.problem import GemmProblem
 
 __all__ = [
+    "DECODE_BUCKETS",
     "SHARED_BYTES",
     "TUNED_SCHEMA",
     "NamedTile",
@@ -34,8 +35,10 @@ SHARED_BYTES = 227 * 1024
 TUNED_SCHEMA = 1
 """Version of the layout of ``cutlass_configs/tuned/<gpu>.json``."""
 
+DECODE_BUCKETS = (8, 16, 32, 64, 96, 128)
+"""Padded M of the decode kernels: the wgmma N they are compiled for."""
+
 _PACKAGE = Path(__file__).resolve().parents[1]
-_DECODE_M = (8, 16, 32, 64)
 
 
 class NamedTile(Protocol):
@@ -141,10 +144,10 @@ def _check_tuned(data: Any, gpu: str) -> None:
 
 def tuning_m(m: int) -> int:
     """The M that a measured choice is filed under: the decode buckets, then 2^i and 3 * 2^i."""
-    for bucket in _DECODE_M:
+    for bucket in DECODE_BUCKETS:
         if m <= bucket:
             return bucket
-    bucket = 128
+    bucket = DECODE_BUCKETS[-1]
     while bucket < m and bucket < 16384:
         bucket *= 2
     return bucket * 3 // 4 if m <= bucket * 3 // 4 else bucket

@@ -8,6 +8,7 @@ from functools import cache
 from fusedops.config.files import SHARED_BYTES, choose_tile, load_tiles
 from fusedops.errors import ConfigError
 from fusedops.problem import GemmProblem
+from fusedops.prologue import NO_PROLOGUE
 
 __all__ = [
     "K_TILE",
@@ -168,6 +169,8 @@ class PrefillTile:
     def legal(self, problem: GemmProblem) -> str | None:
         """Why the tiling cannot serve ``problem``, or None if it can."""
         spec = problem.spec
+        if spec.prologue != NO_PROLOGUE:
+            return f"no kernel has {spec.prologue} inside"
         if spec.out_n not in (spec.n, spec.n // 2):
             return "the chain changes the number of columns other than by one gate"
         if self.problem_config(problem).stages < 3:

@@ -14,16 +14,16 @@ from cutlass import const_expr, cute
 
 from fusedops.cutlass.tile import Coordinates, Slot
 
-__all__ = ["accumulator_coordinates", "owned_slots"]
+__all__ = ["accumulator_coordinates", "owned_values", "whole_blocks"]
 
 WGMMA_ROWS = 64
 
 
-def owned_slots(m_pad: int, split: int) -> list[tuple[Slot, int]]:
-    """((m slot, n slot), index among the owned accumulators) of a thread."""
+def owned_values(acc: Any, mine: Any, m_pad: int, split: int) -> dict[Slot, Any]:
+    """A thread's results by (m slot, n slot): all of ``acc``, or with a split those in ``mine``."""
     if split == 1:
-        return [(((j >> 2) * 2 + (j & 1), (j >> 1) & 1), j) for j in range(m_pad // 2)]
-    return [((j >> 1, j & 1), j) for j in range(m_pad // 4)]
+        return {((j >> 2) * 2 + (j & 1), (j >> 1) & 1): acc[j] for j in range(m_pad // 2)}
+    return {(j >> 1, j & 1): mine[j] for j in range(m_pad // 4)}
 
 
 def accumulator_coordinates(
@@ -60,3 +60,22 @@ def _inside_tile(row: Any, tile_row: Any, rows: cutlass.Constexpr, n_size: Any) 
     if const_expr(rows % WGMMA_ROWS != 0):
         position = cutlass.select_(row < rows, position, n_size)
     return position
+
+
+def whole_blocks(s_w: Any, config: Any, element_bytes: int) -> Any:
+    """The weight's stages as wgmma reads them: whole blocks of 64 rows.
+
+    For a tile of fewer rows they are laid over the ring's 128-byte-swizzled atoms of (8 rows, 64
+    columns) and read on past the stage's end; a stage is still ``rows`` x ``k`` apart.
+    """
+    rows, k = config.rows, config.k
+    if rows % WGMMA_ROWS == 0:
+        return s_w
+    columns = 128 // element_bytes
+    return cute.make_tensor(
+        s_w.iterator,
+        cute.make_layout(
+            ((8, config.warpgroups * 8), (columns, k // columns), (1, config.stages)),
+            stride=((columns, 8 * columns), (1, rows * columns), (0, rows * k)),
+        ),
+    )

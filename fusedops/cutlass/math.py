@@ -12,6 +12,7 @@ __all__ = [
     "STORAGE_DTYPES",
     "DslMath",
     "packed_pair",
+    "packed_product",
     "round_to",
     "storage_value",
     "store_pair",
@@ -94,6 +95,12 @@ def packed_pair(low: Any, high: Any, dtype: torch.dtype) -> Any:
         return Uint16(first) | (Uint16(second) << 8)
     name = {torch.bfloat16: "bf16x2", torch.float16: "f16x2"}[dtype]
     return _ptx(f"cvt.rn.{name}.f32 {{$w0}}, {{$r1}}, {{$r0}};", Int32, low, high)
+
+
+def packed_product(left: Any, right: Any, dtype: torch.dtype) -> Any:
+    """Products of two packed pairs of ``dtype`` (bfloat16 or float16), each rounded once."""
+    name = {torch.bfloat16: "bf16x2", torch.float16: "f16x2"}[dtype]
+    return _ptx(f"mul.rn.{name} {{$w0}}, {{$r0}}, {{$r1}};", Int32, left, right)
 
 
 def store_pair(

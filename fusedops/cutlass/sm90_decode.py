@@ -1,13 +1,14 @@
-"""GEMM for few rows (M <= 64) on sm_90a: memory-bound, weights on wgmma's row side.
+"""GEMM for few rows (M <= 128) on sm_90a: memory-bound, weights on wgmma's row side.
 
 The product is computed as ``W x^T``: weight rows fill the 64-row side of wgmma and the padded M is
-its N (8 to 64), so no tensor-core row is wasted on padding. One CTA an SM streams its share of the
+its N (8 to 128), so no tensor-core row is wasted on padding. One CTA an SM streams its share of the
 weight through a ring of TMA stages of about 200 KB; a weight is read once, so its lines are marked
 evict_first, while x is read by every CTA and marked evict_last. With programmatic dependent launch
 the ring fills with weights before ``griddepcontrol.wait``; everything that an earlier kernel may
 have written is read after it. K may be split over the two CTAs of a cluster: each sends half of its
 partial sums to the other through distributed shared memory and adds the half it gets, in a fixed
-order, so results are bitwise repeatable.
+order, so results are bitwise repeatable. An RMSNorm in front of the product runs on the stages of x
+in warps of its own (``fusedops.cutlass.normalize``).
 
 Sources: PTX ISA, "wgmma.mma_async", "griddepcontrol", "mapa", "Distributed shared memory".
 """
@@ -27,20 +28,24 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
 from fusedops.config import DecodeConfig
-from fusedops.cutlass.accumulators import WGMMA_ROWS, accumulator_coordinates, owned_slots
+from fusedops.cutlass.accumulators import (
+    WGMMA_ROWS,
+    accumulator_coordinates,
+    owned_values,
+    whole_blocks,
+)
 from fusedops.cutlass.arguments import chain_tensors, fake_tensor
+from fusedops.cutlass.decode_loads import DecodeLoads
 from fusedops.cutlass.exchange import exchange_halves
 from fusedops.cutlass.math import CUTE_DTYPES, STORAGE_DTYPES
+from fusedops.cutlass.normalize import NormalizeStages, prologue_tensors
 from fusedops.cutlass.row_statistics import RowStatistics
 from fusedops.cutlass.tile import ChainEmission
 from fusedops.epilogue.chain import Epilogue
 from fusedops.epilogue.outputs import RowStat
+from fusedops.prologue import NO_PROLOGUE, Prologue, RmsNormPrologue
 
 __all__ = ["DecodeGemm", "decode_arguments"]
-
-# Cache policies of createpolicy.fractional, fraction 1.0 (CUTLASS, TMA::CacheHintSm90).
-EVICT_FIRST = 0x12F0000000000000
-EVICT_LAST = 0x14F0000000000000
 
 WARPGROUP = 128
 
@@ -55,6 +60,8 @@ class DecodeGemm:
         dtype: torch.dtype,
         out_dtype: torch.dtype,
         pdl: bool = True,
+        prologue: Prologue = NO_PROLOGUE,
+        norm_dtype: torch.dtype | None = None,
     ) -> None:
         self.config, self.epilogue, self.pdl = config, epilogue, pdl
         self.dtype, self.out_dtype = dtype, out_dtype
@@ -67,6 +74,20 @@ class DecodeGemm:
             config.m_pad,
             config.split,
         )
+        self.normalize: Any = (
+            NormalizeStages(
+                prologue,
+                dtype,
+                norm_dtype or dtype,
+                config.m_pad,
+                config.k,
+                config.stages,
+                config.norm_bytes,
+            )
+            if isinstance(prologue, RmsNormPrologue)
+            else None
+        )
+        self.prologue_count = 0 if self.normalize is None else len(prologue.operands())
 
     @cute.jit
     def __call__(
@@ -82,7 +103,7 @@ class DecodeGemm:
 
         Args:
             w: (N, K), x: (M, K), out: (M, N'), rows of stride 1, pitch a multiple of 16 bytes.
-            tensors: operands, then extra outputs, in the chain's order; ``(out,)`` for none.
+            tensors: the prologue's operands, the chain's, its extra outputs; ``(out,)`` for none.
         """
         cfg = self.config
         row_major = LayoutEnum.ROW_MAJOR
@@ -114,12 +135,17 @@ class DecodeGemm:
             w_atom, w_tma, x_atom, x_tma, out, tensors, tiled_mma, w_layout, x_layout
         ).launch(
             grid=[clusters * cfg.split, 1, 1],
-            block=[cfg.threads, 1, 1],
+            block=[self.threads, 1, 1],
             cluster=[cfg.split, 1, 1],
             stream=stream,
             use_pdl=self.pdl,
             min_blocks_per_mp=cfg.resident,
         )
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA: the configuration's and those that normalise."""
+        return self.config.threads + (0 if self.normalize is None else self.normalize.threads)
 
     @cute.kernel
     def kernel(
@@ -139,7 +165,6 @@ class DecodeGemm:
         consumers = cfg.warpgroups * WARPGROUP
         warps = cfg.warpgroups * 4
         element_bytes = self.dtype.itemsize
-        stage_bytes = (rows + m_pad) * k_tile * element_bytes
 
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -161,16 +186,18 @@ class DecodeGemm:
             cute.arch.griddepcontrol_launch_dependents()
 
         smem = SmemAllocator()
-        barriers = smem.allocate_array(Int64, 2 * stages + 2)
+        barriers = smem.allocate_array(Int64, 3 * stages + 2)
         full, empty = barriers, barriers + stages
         received, drained = barriers + 2 * stages, barriers + 2 * stages + 1
-        accumulators = m_pad // 2
-        owned = accumulators // split
+        ready = barriers + 2 * stages + 2
+        owned = m_pad // (2 * split)
         if const_expr(split > 1):
             exchange = smem.allocate_tensor(
                 Float32, cute.make_layout((consumers, owned)), byte_alignment=128
             )
         row_parts = self.statistics.buffer(smem)
+        if const_expr(self.normalize is not None):
+            norm_buffers = self.normalize.buffers(smem)
         s_w = smem.allocate_tensor(
             self.element, w_layout.outer, byte_alignment=1024, swizzle=w_layout.inner
         )
@@ -189,8 +216,10 @@ class DecodeGemm:
             x_atom, 0, one, cute.group_modes(s_x, 0, 2), cute.group_modes(g_x, 0, 2)
         )
         total = (tile_last - tile_first) * k_count
+        span = (tile_first, k_first, k_count, total)
+        weights = (w_atom, t_wg, t_ws)
+        loads = DecodeLoads(cfg, self.pdl, (rows + m_pad) * k_tile * element_bytes)
 
-        ahead = cutlass.min(total, Int32(stages))
         if warp == warps:
             # Weights are asked for before the other warps have started. x's descriptor is fetched
             # meanwhile: its first load stands between the kernel before and all that needs x.
@@ -198,26 +227,13 @@ class DecodeGemm:
                 for i in cutlass.range_constexpr(stages):
                     cute.arch.mbarrier_init(full + i, 1)
                     cute.arch.mbarrier_init(empty + i, warps)
+                    if const_expr(self.normalize is not None):
+                        cute.arch.mbarrier_init(ready + i, self.normalize.group_warps)
                 cute.arch.mbarrier_init(received, consumers)
                 cute.arch.mbarrier_init(drained, consumers)
             cute.arch.mbarrier_init_fence()
             cute.arch.sync_warp()
-            for i in cutlass.range(ahead, unroll=1):
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full + i, stage_bytes)
-                cute.copy(
-                    w_atom,
-                    t_wg[(None, tile_first + i // k_count, k_first + i % k_count)],
-                    t_ws[(None, i)],
-                    tma_bar_ptr=full + i,
-                    cache_policy=Int64(EVICT_FIRST),
-                )
-            cpasync.prefetch_descriptor(x_atom)
-            # The ring is full before x can be read, so that memory would idle: L2 takes some more.
-            for i in cutlass.range(ahead, cutlass.min(total, ahead + cfg.prefetch), unroll=1):
-                cute.prefetch(
-                    w_atom, t_wg[(None, tile_first + i // k_count, k_first + i % k_count)]
-                )
+            loads.start(weights, x_atom, full, span)
         cute.arch.sync_threads()
         if const_expr(split > 1):
             cute.arch.cluster_arrive_relaxed()
@@ -227,64 +243,30 @@ class DecodeGemm:
                 cute.arch.griddepcontrol_wait()
             if const_expr(split > 1):
                 cute.arch.cluster_wait()
-            for i in cutlass.range(ahead, unroll=1):
-                cute.copy(
-                    x_atom,
-                    t_xg[(None, k_first + i % k_count)],
-                    t_xs[(None, i)],
-                    tma_bar_ptr=full + i,
-                    cache_policy=Int64(EVICT_LAST),
+            loads.stream(weights, (x_atom, t_xg, t_xs), (full, empty), span)
+        elif warp > warps:
+            # Only there with a prologue.
+            if const_expr(split > 1):
+                cute.arch.cluster_wait()
+            if const_expr(self.normalize is not None):
+                self.normalize.run(
+                    s_x,
+                    tensors[0],
+                    tensors[1],
+                    norm_buffers,
+                    full,
+                    ready,
+                    thread - (consumers + 32),
+                    (m_size, cute.size(x, mode=[1])),
+                    (k_first, k_count, total),
+                    self.pdl,
                 )
-            if const_expr(self.pdl and cfg.trigger >= 0):
-                if total - ahead <= cfg.trigger:
-                    cute.arch.griddepcontrol_launch_dependents()
-            for i in cutlass.range(ahead, total, unroll=1):
-                stage = i % stages
-                cute.arch.mbarrier_wait(empty + stage, (i // stages - 1) & 1)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full + stage, stage_bytes)
-                cute.copy(
-                    w_atom,
-                    t_wg[(None, tile_first + i // k_count, k_first + i % k_count)],
-                    t_ws[(None, stage)],
-                    tma_bar_ptr=full + stage,
-                    cache_policy=Int64(EVICT_FIRST),
-                )
-                cute.copy(
-                    x_atom,
-                    t_xg[(None, k_first + i % k_count)],
-                    t_xs[(None, stage)],
-                    tma_bar_ptr=full + stage,
-                    cache_policy=Int64(EVICT_LAST),
-                )
-                if const_expr(self.pdl and cfg.trigger >= 0):
-                    if total - i == cfg.trigger + 1:
-                        cute.arch.griddepcontrol_launch_dependents()
         else:
             if const_expr(split > 1):
                 cute.arch.cluster_wait()
             if const_expr(self.pdl):
                 cute.arch.griddepcontrol_wait()
-            s_a = s_w
-            if const_expr(rows % WGMMA_ROWS != 0):
-                # The stages as whole 64-row blocks laid over the ring's 128-byte-swizzled atoms of
-                # (8 rows, 64 columns); a stage is still rows x k_tile apart.
-                atom_columns = 128 // element_bytes
-                s_a = cute.make_tensor(
-                    s_w.iterator,
-                    cute.make_layout(
-                        (
-                            (8, cfg.warpgroups * 8),
-                            (atom_columns, k_tile // atom_columns),
-                            (1, stages),
-                        ),
-                        stride=(
-                            (atom_columns, 8 * atom_columns),
-                            (1, rows * atom_columns),
-                            (0, rows * k_tile),
-                        ),
-                    ),
-                )
+            s_a = whole_blocks(s_w, cfg, element_bytes)
             mma = tiled_mma.get_slice(thread)
             frag_a = tiled_mma.make_fragment_A(mma.partition_A(s_a))
             frag_b = tiled_mma.make_fragment_B(mma.partition_B(s_x))
@@ -312,6 +294,8 @@ class DecodeGemm:
                     i = base + kt
                     stage = i % stages
                     cute.arch.mbarrier_wait(full + stage, (i // stages) & 1)
+                    if const_expr(self.normalize is not None):
+                        cute.arch.mbarrier_wait(ready + stage, (i // stages) & 1)
                     warpgroup.fence()
                     for block_k in cutlass.range_constexpr(k_tile * element_bytes // 32):
                         cute.gemm(
@@ -330,17 +314,12 @@ class DecodeGemm:
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(empty + (base + k_count - 1) % stages)
 
-                if const_expr(split == 1):
-                    for j in cutlass.range_constexpr(accumulators):
-                        mine[j] = acc[j]
-                else:
+                if const_expr(split > 1):
                     exchange_halves(acc, mine, exchange, received, drained, rank, thread, step)
                     if tile + 1 < tile_last:
                         cute.arch.mbarrier_arrive(drained, 1 - rank, scope=MemScopeKind.CLUSTER)
 
-                values = {}
-                for slot, j in owned_slots(cfg.m_pad, split):
-                    values[slot] = mine[j]
+                values = owned_values(acc, mine, m_pad, split)
 
                 def reduce_rows(
                     output: str,
@@ -369,10 +348,11 @@ class DecodeGemm:
             cute.arch.cluster_wait()
 
     def _emission(self, tensors: Any) -> ChainEmission:
-        count = len(self.operand_names)
+        first = self.prologue_count
+        count = first + len(self.operand_names)
         return ChainEmission(
             self.epilogue,
-            dict(zip(self.operand_names, tensors[:count], strict=True)),
+            dict(zip(self.operand_names, tensors[first:count], strict=True)),
             dict(zip(self.output_names, tensors[count:], strict=False)),
             self.out_dtype,
         )
@@ -384,13 +364,25 @@ def decode_arguments(
     dtype: torch.dtype,
     out_dtype: torch.dtype,
     operand_dtypes: tuple[torch.dtype | None, ...],
+    prologue: Prologue = NO_PROLOGUE,
 ) -> tuple[Any, ...]:
     """The kernel of a configuration and chain, with the fake tensors to trace it on."""
-    tensors = chain_tensors(epilogue, operand_dtypes, out_dtype)
+    before = len(prologue.operands())
+    tensors = [
+        *(prologue_tensors(operand_dtypes[:before]) if before else ()),
+        *chain_tensors(epilogue, operand_dtypes[before:], out_dtype),
+    ]
     out = fake_tensor(STORAGE_DTYPES[out_dtype], 2)
     element = CUTE_DTYPES[dtype]
     return (
-        DecodeGemm(config, epilogue, dtype, out_dtype),
+        DecodeGemm(
+            config,
+            epilogue,
+            dtype,
+            out_dtype,
+            prologue=prologue,
+            norm_dtype=operand_dtypes[0] if before else None,
+        ),
         fake_tensor(element, 2, aligned=True),
         fake_tensor(element, 2, aligned=True),
         out,

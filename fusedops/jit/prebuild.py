@@ -18,7 +18,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from fusedops.errors import ConfigError, FusedOpsError
+from fusedops.errors import BuildError, ConfigError, FusedOpsError
 from fusedops.jit.dsl import DslProgram, compile_dsl, dsl_key
 from fusedops.jit.location import CacheSettings
 from fusedops.jit.store import Store
@@ -35,7 +35,7 @@ class Compiled:
 
     Attributes:
         origin: ``"overlay"`` or ``"disk"`` (it was there already), ``"compiled"``, or ``"failed"``.
-        reason: why it failed, else empty.
+        reason: why it failed, the error's class first, else empty.
         seconds: what it took.
     """
 
@@ -48,6 +48,11 @@ class Compiled:
         """Whether the kernel is in the store now."""
         return not self.reason
 
+    @classmethod
+    def failure(cls, error: Exception, seconds: float = 0.0) -> Compiled:
+        """A kernel that is not there because of ``error``."""
+        return cls("failed", f"{type(error).__name__}: {error}", seconds)
+
 
 def _ensure(work: Work, arch: str, settings: CacheSettings, shared: bool) -> Compiled:
     """Put a kernel into the store, in whatever process this runs."""
@@ -59,7 +64,7 @@ def _ensure(work: Work, arch: str, settings: CacheSettings, shared: bool) -> Com
             dsl_key(program, arch), lambda folder: compile_dsl(program, arch, folder)
         )
     except (FusedOpsError, OSError) as error:
-        return Compiled("failed", str(error), time.monotonic() - started)
+        return Compiled.failure(error, time.monotonic() - started)
     return Compiled(entry.origin, "", time.monotonic() - started)
 
 
@@ -177,14 +182,23 @@ class KernelPool:
         try:
             return self._futures[name].result()
         except BrokenProcessPool:
-            alone = self._processes(1)
-            try:
-                done = alone.submit(_ensure, work, self.arch, self._settings, self._shared).result()
-            except BrokenProcessPool:
-                done = Compiled("failed", "the compiler ended its process (see stderr)")
-            finally:
-                alone.shutdown()
+            done = self._compile_alone(work)
         settled: Future[Compiled] = Future()
         settled.set_result(done)
         self._futures[name] = settled
         return done
+
+    def _compile_alone(self, work: Work) -> Compiled:
+        with self._processes(1) as executor:
+            try:
+                return executor.submit(
+                    _ensure, work, self.arch, self._settings, self._shared
+                ).result()
+            except BrokenProcessPool:
+                kernel = dsl_key(work(), self.arch).describe()
+                error = BuildError(
+                    f"{kernel}: the compiler's process was killed or crashed, also with no other "
+                    "beside it. Its last words may stand on stderr; if the system killed it for "
+                    "memory (dmesg tells), free some and start again."
+                )
+        return Compiled.failure(error)

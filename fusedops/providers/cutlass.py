@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from fusedops.config import tuned_choices, tuning_key
-from fusedops.epilogue.base import FLOAT_DTYPES, Node
 from fusedops.errors import ConfigError
-from fusedops.jit.dsl import missing_wheels
-from fusedops.jit.location import OVERLAY_VARIABLE
 from fusedops.problem import GemmProblem
-from fusedops.providers.base import SUPPORTED, Support, not_applicable, unsupported
+from fusedops.providers.base import SUPPORTED, Support, not_applicable
 from fusedops.providers.cutlass_decode import decode_candidate, decode_program
 from fusedops.providers.cutlass_kernel import Candidate
-from fusedops.providers.cutlass_prefill import prefill_candidate, prefill_program
-from fusedops.providers.gemm import GemmRun, refuse_prologue, register_gemm_provider
+from fusedops.providers.cutlass_prefill import prefill_candidate
+from fusedops.providers.cutlass_rules import first_refusal
+from fusedops.providers.gemm import GemmRun, register_gemm_provider
 from fusedops.providers.kernel_tensors import loaded, nothing, operands_read, written
-from fusedops.weight import Dense
 
-__all__ = ["CutlassProvider", "choose_candidate", "decode_program", "prefill_program", "register"]
+__all__ = [
+    "CutlassProvider",
+    "choose_candidate",
+    "decode_program",
+    "register",
+    "require_kernel_fits",
+]
 
 _LOAD_BYTES = 16
 
@@ -30,13 +32,32 @@ FAMILIES: tuple[Callable[[GemmProblem], Candidate], ...] = (decode_candidate, pr
 """Each gives its best tiling for a problem, or raises ConfigError with the reasons."""
 
 
+def _own_reason(problem: GemmProblem) -> str | None:
+    if problem.spec.k == 0:
+        return "needs K > 0"
+    if problem.aligned_bytes < _LOAD_BYTES:
+        return (
+            f"loads x and w in bulk: addresses and row pitches must be multiples of {_LOAD_BYTES} "
+            f"bytes, got multiples of {problem.aligned_bytes}"
+        )
+    return None
+
+
+def require_kernel_fits(problem: GemmProblem) -> None:
+    """ConfigError where the kernels of no family can load the problem, whatever the tiling."""
+    reason = _own_reason(problem)
+    if reason is not None:
+        raise ConfigError(f"cutlass {reason}.")
+
+
 def choose_candidate(problem: GemmProblem) -> Candidate:
     """The kernel and tiling for a problem: measured, else predicted fastest.
 
     Raises:
-        ConfigError: no tiling of any family is legal (the message lists why), or the file of
-            measured choices is malformed.
+        ConfigError: no kernel or no tiling of any family is legal (the message lists why), or the
+            file of measured choices is malformed.
     """
+    require_kernel_fits(problem)
     # Read first: a malformed file is not one family's reason.
     tuned = tuned_choices(problem.gpu).get(tuning_key(problem))
     candidates, reasons = [], []
@@ -53,10 +74,6 @@ def choose_candidate(problem: GemmProblem) -> Candidate:
     return min(candidates, key=lambda candidate: candidate.predicted_us)
 
 
-def _emits(node: Node) -> bool:
-    return type(node).emit is not Node.emit
-
-
 class CutlassProvider:
     """Tensor Core kernels emitted through CuTe DSL for sm_90a."""
 
@@ -67,7 +84,7 @@ class CutlassProvider:
             return not_applicable(f"runs on CUDA tensors, got {problem.device_type}")
         if problem.arch != "sm_90a":
             return not_applicable(f"is compiled for sm_90a, got {problem.arch}")
-        return refuse_prologue(problem) or _first_refusal(problem) or SUPPORTED
+        return first_refusal(problem, _own_reason, choose_candidate) or SUPPORTED
 
     def describe(self, problem: GemmProblem) -> str:
         if 0 in (problem.m, problem.spec.n):
@@ -95,36 +112,6 @@ class CutlassProvider:
 
 def _load(matrix: Tensor) -> Tensor:
     return loaded(matrix, _LOAD_BYTES)
-
-
-def _first_refusal(problem: GemmProblem) -> Support | None:
-    spec = problem.spec
-    if not isinstance(spec.weight, Dense):
-        return unsupported(f"has no kernel for the weight format {spec.weight}")
-    if problem.x_dtype not in (torch.bfloat16, torch.float16):
-        return unsupported(f"multiplies bfloat16 and float16, got {problem.x_dtype}")
-    if spec.k == 0:
-        return unsupported("needs K > 0")
-    if problem.aligned_bytes < _LOAD_BYTES:
-        return unsupported(
-            "loads x and w in bulk: addresses and row pitches must be multiples of 16 bytes, got "
-            f"multiples of {problem.aligned_bytes}"
-        )
-    for node in spec.epilogue:
-        if not _emits(node):
-            return unsupported(f"the node {node} has no emission (Node.emit)")
-    if any(dtype is not None and dtype not in FLOAT_DTYPES for dtype in problem.operand_dtypes):
-        return unsupported(f"reads float operands only, got {problem.operand_dtypes}")
-    if 0 in (problem.m, spec.n):
-        return None
-    # A malformed file of measured choices is an error, not a reason to pass the kernels over.
-    tuned_choices(problem.gpu)
-    try:
-        choose_candidate(problem)
-    except ConfigError as error:
-        return unsupported(str(error))
-    missing = missing_wheels(prebuilt=bool(os.environ.get(OVERLAY_VARIABLE)))
-    return unsupported(missing) if missing else None
 
 
 def register() -> None:

@@ -20,13 +20,18 @@ __all__ = ["DecodeCandidate", "decode_candidate", "decode_program"]
 def decode_program(problem: GemmProblem, tile: DecodeTile) -> DslProgram:
     """The decode kernel of a problem's chain and dtypes in one tiling; M, N and K stay dynamic."""
     spec = problem.spec
-    config = tile.config(problem.m, problem.x_dtype.itemsize)
+    config = tile.config(problem.m, problem.x_dtype.itemsize, tile.norm_bytes(problem))
 
     def arguments() -> tuple[Any, ...]:
         from fusedops.cutlass.sm90_decode import decode_arguments
 
         return decode_arguments(
-            config, spec.epilogue, problem.x_dtype, spec.out_dtype, problem.operand_dtypes
+            config,
+            spec.epilogue,
+            problem.x_dtype,
+            spec.out_dtype,
+            problem.operand_dtypes,
+            spec.prologue,
         )
 
     return kernel_program("sm90_decode", problem, config, fusedops.config.decode, arguments)
@@ -61,9 +66,13 @@ class DecodeCandidate:
             f"{self.clusters} clusters of {self.tile.split}, predicted {self.predicted_us:.1f} us"
         )
 
+    def program(self) -> DslProgram:
+        """The program for tensors of any alignment."""
+        return decode_program(self.problem, self.tile)
+
     def launcher(self) -> Launch:
         """The compiled kernel, ready to launch."""
-        kernel = dsl_kernel(decode_program(self.problem, self.tile), self.problem.arch)
+        kernel = dsl_kernel(self.program(), self.problem.arch)
         clusters = self.clusters
 
         def launch(
@@ -75,5 +84,5 @@ class DecodeCandidate:
 
 
 def decode_candidate(problem: GemmProblem) -> DecodeCandidate:
-    """The decode tiling for a problem with M <= 64; ConfigError where none is legal."""
+    """The decode tiling for a problem with M <= 128; ConfigError where none is legal."""
     return DecodeCandidate(problem, choose_decode(problem, problem.gpu))

@@ -38,6 +38,10 @@ class Candidate(Protocol):
         """What would run, for ``explain``."""
         ...
 
+    def program(self) -> DslProgram:
+        """What ``launcher`` compiles, for tensors as torch allocates them."""
+        ...
+
     def launcher(self) -> Launch:
         """The compiled kernel, ready to launch; M, N and K are not zero."""
         ...
@@ -61,8 +65,8 @@ def kernel_program(
     spec = problem.spec
     operand_names = ",".join("-" if d is None else dtype_name(d) for d in problem.operand_dtypes)
     text = (
-        f"{spec.epilogue} > {dtype_name(spec.out_dtype)} | x {dtype_name(problem.x_dtype)} "
-        f"| operands {operand_names} | {config}"
+        f"{spec.prologue} > {spec.epilogue} > {dtype_name(spec.out_dtype)} "
+        f"| x {dtype_name(problem.x_dtype)} | operands {operand_names} | {config}"
     )
     nodes = {type(node) for node in spec.epilogue}
     sources = python_sources(fusedops.cutlass, config_module, *nodes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import compress
@@ -14,10 +14,17 @@ from torch import Tensor
 import fusedops.config.prefill
 from fusedops.config import PrefillTile, choose_prefill
 from fusedops.jit.dsl import DslProgram, LoadedKernel, dsl_kernel
-from fusedops.problem import GemmProblem
+from fusedops.problem import GemmProblem, GemmSpec
 from fusedops.providers.cutlass_kernel import Launch, kernel_program
+from fusedops.providers.cutlass_rules import all_aligned, along_columns
 
 __all__ = ["PrefillCandidate", "prefill_candidate", "prefill_program"]
+
+_COLUMNS = 8
+"""Widths that the kernel for aligned tensors takes are multiples of this ..."""
+
+_ALIGNED_BYTES = 16
+"""... and the tensors' addresses and row pitches of this."""
 
 
 def prefill_program(problem: GemmProblem, tile: PrefillTile, aligned: bool) -> DslProgram:
@@ -71,58 +78,53 @@ class PrefillCandidate:
             f"predicted {self.predicted_us:.1f} us"
         )
 
+    def _allocated_aligned(self) -> bool:
+        """Whether tensors as torch allocates them are aligned.
+
+        Operands along N need no look: they have two or more bytes an element, so widths that the
+        kernel takes make multiples of 16 bytes.
+        """
+        spec = self.problem.spec
+        out, *extra = spec.allocate(torch.empty(self.problem.m, spec.k, device="meta"))
+        in_pairs = along_columns(self.problem)
+        return _is_aligned(spec, (out, *compress(extra, in_pairs[len(in_pairs) - len(extra) :])))
+
+    def program(self) -> DslProgram:
+        """The program for tensors as torch allocates them."""
+        return prefill_program(self.problem, self.tile, self._allocated_aligned())
+
     def launcher(self) -> Launch:
         """The kernel, compiled for tensors as torch allocates them, ready to launch.
 
         Other alignments take a second kernel, compiled when the first such tensor comes.
         """
         problem, clusters = self.problem, self.clusters
-        spec = problem.spec
-        whole = spec.n % 8 == 0 and spec.out_n % 8 == 0
-        in_pairs = _read_in_pairs(problem)
-        wide = _wide_outputs(problem)
+        spec, in_pairs = problem.spec, along_columns(problem)
 
         @cache
         def kernel(aligned: bool) -> LoadedKernel:
             return dsl_kernel(prefill_program(problem, self.tile, aligned), problem.arch)
 
-        kernel(whole and spec.out_n * spec.out_dtype.itemsize % 16 == 0)
+        kernel(self._allocated_aligned())
 
         def launch(
             x: Tensor, w: Tensor, out: Tensor, operands: Sequence[Tensor], extra: Sequence[Tensor]
         ) -> None:
             tensors = (*operands, *extra)
-            paired = compress(tensors, in_pairs + wide)
-            kernel(whole and _aligned((out, *paired)))(x, w, out, tensors or (out,), clusters)
+            aligned = _is_aligned(spec, (out, *compress(tensors, in_pairs)))
+            kernel(aligned)(x, w, out, tensors or (out,), clusters)
 
         return launch
 
 
-def _read_in_pairs(problem: GemmProblem) -> list[bool]:
-    """For each operand that is given, whether the kernel reads it in pairs of columns."""
-    operands = zip(problem.spec.operands, problem.operand_dtypes, strict=True)
-    return [operand.axis in ("n", "mn") for operand, dtype in operands if dtype is not None]
+def _is_aligned(spec: GemmSpec, tensors: Iterable[Tensor]) -> bool:
+    """Whether these may take the kernel for aligned tensors, see ``PrefillGemm``.
 
-
-def _wide_outputs(problem: GemmProblem) -> list[bool]:
-    """For each extra output, whether it has the result's rows and columns, written in pairs."""
-    spec, rows = problem.spec, 3
-    wide = []
-    for output, width in spec.epilogue.extra_outputs(spec.n):
-        dtype = output.dtype or spec.out_dtype
-        like = output.allocate((rows,), width, dtype, torch.device("meta"))
-        wide.append(tuple(like.shape) == (rows, width))
-    return wide
-
-
-def _aligned(tensors: Sequence[Tensor]) -> bool:
-    """Whether every address and row pitch is a multiple of 16 bytes."""
-    bits = 0
-    for tensor in tensors:
-        bits |= tensor.data_ptr()
-        if tensor.dim() > 1:
-            bits |= tensor.stride(0) * tensor.itemsize
-    return bits % 16 == 0
+    Args:
+        tensors: the result, and what the chain accesses along N.
+    """
+    whole = spec.n % _COLUMNS == 0 and spec.out_n % _COLUMNS == 0
+    return whole and all_aligned(tensors, _ALIGNED_BYTES)
 
 
 def prefill_candidate(problem: GemmProblem) -> PrefillCandidate:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from itertools import compress
 from typing import Any
@@ -13,16 +12,13 @@ from torch import Tensor
 
 import fusedops.config.sm80
 from fusedops.config.sm80 import DEVICES, LARGEST_SIZE, MmaTile, choose_mma
-from fusedops.epilogue.base import FLOAT_DTYPES, Node
-from fusedops.errors import ConfigError
-from fusedops.jit.dsl import DslProgram, LoadedKernel, dsl_kernel, missing_wheels
-from fusedops.jit.location import OVERLAY_VARIABLE
+from fusedops.jit.dsl import DslProgram, LoadedKernel, dsl_kernel
 from fusedops.problem import GemmProblem
-from fusedops.providers.base import SUPPORTED, Support, not_applicable, unsupported
+from fusedops.providers.base import SUPPORTED, Support, not_applicable
 from fusedops.providers.cutlass_kernel import kernel_program
+from fusedops.providers.cutlass_rules import all_aligned, along_columns, first_refusal
 from fusedops.providers.gemm import GemmRun, refuse_prologue, register_gemm_provider
 from fusedops.providers.kernel_tensors import loaded, nothing, operands_read, written
-from fusedops.weight import Dense
 
 __all__ = ["CutlassSm80Provider", "mma_program", "register"]
 
@@ -74,7 +70,8 @@ class CutlassSm80Provider:
             return not_applicable(f"runs on CUDA tensors, got {problem.device_type}")
         if problem.arch not in DEVICES:
             return not_applicable(f"is compiled for {', '.join(DEVICES)}, got {problem.arch}")
-        return refuse_prologue(problem) or _first_refusal(problem) or SUPPORTED
+        refusal = refuse_prologue(problem) or first_refusal(problem, _own_reason, choose_mma)
+        return refusal or SUPPORTED
 
     def describe(self, problem: GemmProblem) -> str:
         if 0 in (problem.m, problem.spec.n):
@@ -92,7 +89,7 @@ class CutlassSm80Provider:
         if 0 in (m, spec.n):
             return lambda x, w, operands, out: nothing(spec, x, out)
         tile = choose_mma(problem)
-        pairs = _in_pairs(problem)
+        pairs = along_columns(problem)
         even = any(pairs) and spec.n % 2 == 0 and spec.out_n % 2 == 0
 
         @cache
@@ -109,7 +106,7 @@ class CutlassSm80Provider:
             read = operands_read(spec, operands, m)
             main, *extra = (written(result, m) for result in results)
             tensors = (*read, *extra)
-            paired = even and _aligned(compress(tensors, pairs), _PAIR_BYTES)
+            paired = even and all_aligned(compress(tensors, pairs), _PAIR_BYTES)
             with torch.cuda.device(x.device):
                 kernel(paired)(
                     loaded(w, problem.aligned_bytes),
@@ -122,57 +119,20 @@ class CutlassSm80Provider:
         return run
 
 
-def _in_pairs(problem: GemmProblem) -> list[bool]:
-    """For each given operand and each extra output, whether it runs along the result's columns."""
-    spec, rows = problem.spec, 3
-    operands = zip(spec.operands, problem.operand_dtypes, strict=True)
-    pairs = [operand.axis in ("n", "mn") for operand, dtype in operands if dtype is not None]
-    for output, width in spec.epilogue.extra_outputs(spec.n):
-        like = output.allocate((rows,), width, torch.float32, torch.device("meta"))
-        pairs.append(tuple(like.shape) == (rows, width))
-    return pairs
-
-
-def _aligned(tensors: Iterable[Tensor], size_bytes: int) -> bool:
-    """Whether every address and row pitch is a multiple of ``size_bytes``."""
-    bits = 0
-    for tensor in tensors:
-        bits |= tensor.data_ptr()
-        if tensor.dim() > 1:
-            bits |= tensor.stride(0) * tensor.itemsize
-    return bits % size_bytes == 0
-
-
 def _converts_to_e4m3(problem: GemmProblem) -> bool:
     spec = problem.spec
     extra = [output.dtype for output, _ in spec.epilogue.extra_outputs(spec.n)]
     return torch.float8_e4m3fn in (spec.out_dtype, *extra)
 
 
-def _first_refusal(problem: GemmProblem) -> Support | None:
-    spec, device = problem.spec, DEVICES[problem.arch]
-    if not isinstance(spec.weight, Dense):
-        return unsupported(f"has no kernel for the weight format {spec.weight}")
-    if problem.x_dtype not in (torch.bfloat16, torch.float16):
-        return unsupported(f"multiplies bfloat16 and float16, got {problem.x_dtype}")
+def _own_reason(problem: GemmProblem) -> str | None:
+    spec = problem.spec
     if max(problem.m, spec.n, spec.k) > LARGEST_SIZE:
         sizes = f"M={problem.m}, N={spec.n}, K={spec.k}"
-        return unsupported(f"serves M, N and K up to {LARGEST_SIZE}, got {sizes}")
-    if _converts_to_e4m3(problem) and not device.converts_e4m3:
-        return unsupported(f"converts to e4m3 on sm_89 and later only, got {problem.arch}")
-    for node in spec.epilogue:
-        if type(node).emit is Node.emit:
-            return unsupported(f"the node {node} has no emission (Node.emit)")
-    if any(dtype is not None and dtype not in FLOAT_DTYPES for dtype in problem.operand_dtypes):
-        return unsupported(f"reads float operands only, got {problem.operand_dtypes}")
-    if 0 in (problem.m, spec.n):
-        return None
-    try:
-        choose_mma(problem)
-    except ConfigError as error:
-        return unsupported(str(error))
-    missing = missing_wheels(prebuilt=bool(os.environ.get(OVERLAY_VARIABLE)))
-    return unsupported(missing) if missing else None
+        return f"serves M, N and K up to {LARGEST_SIZE}, got {sizes}"
+    if _converts_to_e4m3(problem) and not DEVICES[problem.arch].converts_e4m3:
+        return f"converts to e4m3 on sm_89 and later only, got {problem.arch}"
+    return None
 
 
 def register() -> None:

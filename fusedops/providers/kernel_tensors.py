@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fusedops.epilogue.base import Axis
 from fusedops.errors import LayoutError
 from fusedops.problem import GemmSpec
 
@@ -42,12 +43,20 @@ def unit_stride(matrix: Tensor) -> Tensor:
 def operands_read(spec: GemmSpec, operands: Sequence[Tensor | None], m: int) -> list[Tensor]:
     """The operands that are given: those of the result's shape as (m, columns), others flat."""
     return [
-        unit_stride(tensor.reshape(m, -1))
-        if operand.axis == "mn"
-        else tensor.reshape(-1).contiguous()
+        _operand_read(operand.axis, tensor, m)
         for operand, tensor in zip(spec.operands, operands, strict=True)
         if tensor is not None
     ]
+
+
+def _operand_read(axis: Axis, tensor: Tensor, m: int) -> Tensor:
+    if axis == "mn":
+        return unit_stride(tensor.reshape(m, -1))
+    if axis == "parts_m":
+        return unit_stride(tensor)
+    flat = tensor.reshape(-1).contiguous()
+    # Operands along K are loaded 16 bytes at a time; the caching allocator aligns what is new.
+    return flat.clone() if axis == "k" and flat.data_ptr() % 16 else flat
 
 
 def loaded(matrix: Tensor, align_bytes: int) -> Tensor:

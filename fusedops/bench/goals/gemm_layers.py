@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from fusedops.bench.products import MODELS, PRODUCTS, Layer
 from fusedops.check import require_choice
+from fusedops.config import DECODE_BUCKETS
 
 __all__ = [
     "GOAL_ROWS",
@@ -43,8 +44,7 @@ LARGE_LAYERS: dict[str, Callable[[int], Layer]] = {
 }
 """The fusions that large products must not pay for, by name, at M rows."""
 
-_PREFILL_M = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
-_DECODE_M = (8, 16, 32, 64)
+_PREFILL_M = (192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def set_rows(
 
 
 def model_layers(model: str) -> list[Layer]:
-    """Layers that take every GEMM kernel of a model: decode up to M = 64, prefill up to 8192.
+    """Layers that take every GEMM kernel of a model: decode up to M = 128, prefill up to 8192.
 
     The head multiplies the last position of each sequence only, so it appears in decode alone.
 
@@ -86,7 +86,7 @@ def model_layers(model: str) -> list[Layer]:
     """
     require_choice("model_layers", "model", model, tuple(MODELS))
     shape = MODELS[model]
-    found = [shape.layer(product, m) for product in PRODUCTS for m in _DECODE_M]
+    found = [shape.layer(product, m) for product in PRODUCTS for m in DECODE_BUCKETS]
     found += [shape.layer(product, m) for product in PRODUCTS[:-1] for m in _PREFILL_M]
     return found
 

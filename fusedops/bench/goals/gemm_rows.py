@@ -20,14 +20,12 @@ from fusedops.bench.goal_run import GoalError, GoalRun, Reading
 from fusedops.bench.goals.gemm_layers import Row
 from fusedops.bench.layer_chain import LayerChain
 from fusedops.bench.measurement import Measurement, Outcome, Ratio, speedup
-from fusedops.bench.oracles import relative_error
 from fusedops.bench.precompile import Precompiled, Target, layer_problem, precompile
 from fusedops.bench.products import CUBLASLT, Layer
 from fusedops.bench.readings import void_reason
 from fusedops.bench.roofline import PUBLISHED_CEILINGS, Ceilings, Traffic, ceilings, floor
 from fusedops.epilogue.spec import dtype_name
 from fusedops.gemm import explain_problem
-from fusedops.packing import pack_gate_up
 
 __all__ = [
     "COVERS",
@@ -41,7 +39,6 @@ __all__ = [
     "launcher",
     "layer_check",
     "our_contender",
-    "packed",
     "plan_text",
     "ratio",
     "refuse_void",
@@ -64,14 +61,6 @@ Call = Callable[[Tensor, Tensor, list[Tensor], Tensor], None]
 """``call(x, w, operands, out)``: one launch of ``fusedops::gemm_out``."""
 
 
-def packed(layer: Layer, weight: Tensor) -> Tensor:
-    """A weight, or a bias, as our kernels read it."""
-    if not layer.gated:
-        return weight
-    half = layer.N // 2
-    return pack_gate_up(weight[:half], weight[half:])
-
-
 def launcher(layer: Layer) -> Call:
     """One launch of a layer, its operands in the chain's order, weight and bias packed."""
     spec = f"none > dense({layer.N},{layer.K}) > {layer.chain_text} > {dtype_name(layer.dtype)}"
@@ -87,8 +76,8 @@ def chain_launch(layers: LayerChain) -> Callable[[Tensor, int, Tensor], None]:
     """Our launch on weight ``index`` of a layer's chain."""
     layer = layers.layer
     call = launcher(layer)
-    weights = [packed(layer, weight) for weight in layers.chain.weights]
-    bias = None if layers.bias is None else packed(layer, layers.bias)
+    weights = [layer.packed(weight) for weight in layers.chain.weights]
+    bias = None if layers.bias is None else layer.packed(layers.bias)
     operands = [term for term in (bias, layers.residual) if term is not None]
 
     def launch(x: Tensor, index: int, out: Tensor) -> None:
@@ -101,10 +90,7 @@ def layer_check(layer: Layer) -> Callable[[tuple[Tensor, ...], Buffers], str | N
     """Judges a layer's result against float64."""
 
     def check(results: tuple[Tensor, ...], buffers: Buffers) -> str | None:
-        error = relative_error(results[0], layer.reference(buffers))
-        # Peers' separate epilogues round two or three times; each costs at most half a unit.
-        allowed = torch.finfo(layer.dtype).eps
-        return None if error <= allowed else f"relative error {error:.3g}, allowed {allowed:.3g}"
+        return layer.verdict(results[0], layer.reference(buffers))
 
     return check
 
@@ -115,9 +101,9 @@ def our_contender(layer: Layer) -> Contender:
 
     def prepare(buffers: Buffers) -> tuple[Tensor, Tensor, list[Tensor], Tensor]:
         x, w, bias, residual = layer.operands(buffers)
-        bias = None if bias is None else packed(layer, bias)
+        bias = None if bias is None else layer.packed(bias)
         operands = [term for term in (bias, residual) if term is not None]
-        return x, packed(layer, w), operands, buffers.outputs[0]
+        return x, layer.packed(w), operands, buffers.outputs[0]
 
     def run(state: tuple[Tensor, Tensor, list[Tensor], Tensor]) -> Tensor:
         call(*state)
@@ -152,7 +138,7 @@ class Compiler:
             return
         target = self._target_of(device)
         left = self._left[self._left.index(row) :]
-        self._compile_all([layer_problem(each.layer, target) for each in left])
+        self._compile_all([layer_problem(each.layer, target) for each in left], target.arch)
         self._done = True
 
 

@@ -20,10 +20,9 @@ from fusedops.bench.data import poison, refuse_constant
 from fusedops.bench.goal_run import GoalRun, Reading
 from fusedops.bench.goals import goal
 from fusedops.bench.goals.gemm_layers import set_rows
-from fusedops.bench.goals.gemm_rows import COVERS, MINE, Compiler, launcher, packed, traffic
+from fusedops.bench.goals.gemm_rows import COVERS, MINE, Compiler, launcher, traffic
 from fusedops.bench.layer_chain import finish_into
 from fusedops.bench.measurement import Outcome
-from fusedops.bench.oracles import relative_error
 from fusedops.bench.peers import Available, peer_status
 from fusedops.bench.products import CUBLASLT, MODELS, PRODUCTS, Layer, ModelShape, lt_fusion
 from fusedops.bench.ranking import best_algorithm
@@ -123,11 +122,9 @@ class StepChain:
     def wrong(self) -> str | None:
         """What is wrong with the outputs of a run, product by product, or None."""
         for position, product in enumerate(self.products):
-            error = relative_error(product.out, product.reference())
-            # Separate epilogues round two or three times; each costs at most half a unit.
-            allowed = torch.finfo(product.layer.dtype).eps
-            if not error <= allowed:
-                return f"product {position}: relative error {error:.3g}, allowed {allowed:.3g}"
+            wrong = product.layer.verdict(product.out, product.reference())
+            if wrong is not None:
+                return f"product {position}: {wrong}"
         std = float(self.products[-1].out.float().std())
         if not _STD_RANGE[0] <= std <= _STD_RANGE[1]:
             return f"the last output has standard deviation {std:.3g}: values fade or grow"
@@ -163,7 +160,7 @@ class StepChain:
 
 def our_launch(products: Sequence[Product]) -> Launch:
     """One launch of ``fusedops::gemm_out`` a product, gate and up rows packed beforehand."""
-    weights = {id(each): packed(each.layer, each.weight) for each in products}
+    weights = {id(each): each.layer.packed(each.weight) for each in products}
     calls = {id(each): launcher(each.layer) for each in products}
 
     def launch(each: Product) -> None:

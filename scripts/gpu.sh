@@ -1,28 +1,34 @@
 #!/usr/bin/env bash
-# Sets up a GPU host that has no network, runs the GPU tests and measures the goals.
+# Sets up a GPU host that has no network, runs the GPU tests, measures the goals, runs the demo.
 #
-# usage: scripts/gpu.sh --out DIR [--packs DIR] [--what tests,goals] [--shard i/n] [...]
+# usage: scripts/gpu.sh --out DIR [--packs DIR] [--what tests,goals,demo] [--shard i/n] [...]
 #        scripts/gpu.sh --status            which GPU tests have no passing record (no GPU needed)
 #        scripts/gpu.sh --merge DIR         add the results of another run's --out to reports/
 #
 #   --packs DIR     packed archives: each folder DIR/NAME with a setup.sh is unpacked into the site
-#                   folder; pure-Python wheels in DIR/wheels are installed beside them
-#   --out DIR       where the results are copied: tests.json, goals.json, goals_rows.json, logs
-#   --what LIST     steps after the setup, of: tests, goals (default tests,goals)
+#                   folder; pure-Python wheels in DIR/wheels are installed beside them; a file
+#                   DIR/NAME/part is a part of the demo's GGUF file, joined in the order of NAME.
+#                   What an earlier call unpacked stays, so packs may come in several calls
+#   --out DIR       where the results are copied: tests.json, goals.json, goals_rows.json, the
+#                   demo's demo_float32.json, demo_bfloat16.json (GPU) and demo_cpu.json, logs
+#   --what LIST     steps, of: setup (nothing else), tests, goals, demo, sanitize (default
+#                   tests,goals); setup and demo need no GPU, and without one the demo runs on the
+#                   CPU alone; sanitize runs the kernels under compute-sanitizer
 #   --shard i/n     run the i-th of n parts of the tests; parts add up in reports/<gpu>/tests.json
 #   --only-stale    leave out tests that have a passing record for today's sources
 #   --jobs N        run tests that time nothing in N processes (needs pytest-xdist; default 1)
 #   --large         also run the tests marked gpu_large (over 8 GiB of GPU memory each)
 #   --tests PATH    tests to run (default tests/gpu)
 #   --goals LIST    ids or patterns, separated by commas (default: all)
+#   --model PATH    the demo's model (default: the joined parts, else the installed package)
 #   --budget-s S    begin no row of the goals after S seconds
 #   --commit SHA    what to write as the commit where git's folder did not travel
 #   --site DIR      where packages are unpacked (default: fusedops-site in the temporary folder)
 #   --python EXE    interpreter (default python3)
 #   --dry-run       print the steps instead of running them
 #
-# The checkout is not installed: it goes on PYTHONPATH. Exit status: 0 all green, 1 a test failed
-# or a goal that is built was not met, 2 bad input, 3 the setup failed.
+# The checkout is not installed: it goes on PYTHONPATH. Exit status: 0 all green, 1 a test or the
+# demo failed or a goal that is built was not met, 2 bad input, 3 the setup failed.
 set -euo pipefail
 
 fail() {
@@ -32,11 +38,11 @@ fail() {
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 packs='' out='' what=tests,goals shard='' only_stale='' large='' tests=tests/gpu goals='' budget=''
-commit='' jobs='' site="${TMPDIR:-/tmp}/fusedops-site" python=python3 dry_run='' status='' merge=''
+commit='' jobs='' model='' site="${TMPDIR:-/tmp}/fusedops-site" python=python3 dry_run='' status='' merge=''
 while (($#)); do
   case $1 in
     --packs | --out | --what | --shard | --tests | --goals | --budget-s | --commit | --site | \
-      --python | --merge | --jobs)
+      --python | --merge | --jobs | --model)
       (($# > 1)) || fail 2 "$1 needs a value"
       name=${1#--}
       printf -v "${name%-s}" %s "$2"
@@ -55,8 +61,12 @@ while (($#)); do
 done
 [[ -z $jobs || $jobs =~ ^[1-9][0-9]*$ ]] || fail 2 "--jobs $jobs; accepted is a number from 1"
 for step in ${what//,/ }; do
-  [[ $step == tests || $step == goals ]] || fail 2 "unknown step '$step'; accepted are tests, goals"
+  [[ $step =~ ^(setup|tests|goals|demo|sanitize)$ ]] ||
+    fail 2 "unknown step '$step'; accepted are setup, tests, goals, demo, sanitize"
 done
+asked() {
+  [[ ,$what, == *,$1,* ]]
+}
 [[ -z $shard || $shard =~ ^[0-9]+/[0-9]+$ ]] || fail 2 "--shard $shard; accepted is i/n, e.g. 2/4"
 
 # Paths that the caller gave are relative to where it stands.
@@ -66,6 +76,7 @@ absolute() {
 [[ -z $packs ]] || packs=$(absolute "$packs")
 [[ -z $out ]] || out=$(absolute "$out")
 [[ -z $merge ]] || merge=$(absolute "$merge")
+[[ -z $model ]] || model=$(absolute "$model")
 cd "$root"
 
 run() {
@@ -120,12 +131,28 @@ fi
 [[ $out ]] || fail 2 "--out DIR is missing: results of a host that is given back must go somewhere"
 
 # 1. The packages that this host lacks.
+join_parts() {
+  local joined=$site/model/$demo_file parts=("$site"/model/*.part)
+  [[ -e ${parts[0]} ]] || return 0
+  echo "the demo's model: $joined, joined from $(basename -a -s .part "${parts[@]}" | paste -sd ' ')"
+  cat "${parts[@]}" >"$joined.tmp" && mv "$joined.tmp" "$joined"
+}
+# The name that the demo's report shows, as in the package that the parts were cut from.
+demo_file=SmolLM2-135M-Instruct.Q4_1.gguf
 if [[ $packs ]]; then
   [[ -d $packs || $dry_run ]] || fail 2 "--packs $packs is no folder"
   for setup in "$packs"/*/setup.sh; do
     [[ -e $setup ]] || continue
     run bash "$setup" "$site" || fail 3 "$setup failed"
   done
+  for part in "$packs"/*/part; do
+    [[ -e $part ]] || continue
+    run mkdir -p "$site/model"
+    run cp "$part" "$site/model/$(basename "$(dirname "$part")").part"
+  done
+fi
+[[ $dry_run ]] || join_parts
+if [[ $packs || -d $site ]]; then
   # FlashInfer's environment loads the plain one too: one of them is enough.
   for environment in env_flashinfer.sh env.sh; do
     if [[ -f $site/$environment || $dry_run ]]; then
@@ -134,25 +161,31 @@ if [[ $packs ]]; then
     fi
   done
   wheels=("$packs"/wheels/*.whl)
-  if [[ -e ${wheels[0]} ]]; then
+  if [[ $packs && -e ${wheels[0]} ]]; then
     run "$python" -m pip install -q --no-index --no-deps --no-compile --upgrade \
       --target "$site/site-packages" "${wheels[@]}" || fail 3 "the wheels could not be installed"
-    [[ :${PYTHONPATH:-}: == *":$site/site-packages:"* ]] ||
-      export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$site/site-packages"
   fi
+  [[ ! -d $site/site-packages || :${PYTHONPATH:-}: == *":$site/site-packages:"* ]] ||
+    export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$site/site-packages"
 fi
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
 run mkdir -p "$out"
 [[ $dry_run ]] && reports=reports/GPU || reports=$(reports_of_this_gpu)
-if [[ ! $dry_run ]]; then
-  "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
-    fail 3 "torch sees no CUDA device here"
+gpu=1
+if [[ ! $dry_run && $what != setup ]]; then
+  "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || gpu=''
+  if [[ ! $gpu ]] && { asked tests || asked goals || asked sanitize; }; then
+    fail 3 "torch sees no CUDA device here; without one only setup and demo run"
+  fi
 fi
 
 # Rows are kept as they come, so what a run that is cut off has measured is not lost.
 keep_results() {
-  for name in tests.json goals.json goals_rows.json; do
+  local names=()
+  asked tests && names+=(tests.json)
+  asked goals && names+=(goals.json goals_rows.json)
+  for name in ${names[@]+"${names[@]}"}; do
     if [[ -f $reports/$name || $dry_run ]]; then
       run cp "$reports/$name" "$out/$name"
     fi
@@ -173,8 +206,9 @@ logged() {
   return "$state"
 }
 
-tests_state='not asked for' goals_state='not asked for' red=0
-if [[ ,$what, == *,tests,* ]]; then
+tests_state='not asked for' goals_state=$tests_state demo_state=$tests_state
+sanitize_state=$tests_state red=0
+if asked tests; then
   marks='gpu and not gpu_large'
   [[ $large ]] && marks='gpu or gpu_large'
   options=(-q -p no:cacheprovider --record "$reports/tests.json")
@@ -195,7 +229,7 @@ if [[ ,$what, == *,tests,* ]]; then
     }
   done
 fi
-if [[ ,$what, == *,goals,* ]]; then
+if asked goals; then
   options=(--reports "$reports")
   [[ $budget ]] && options+=(--budget-s "$budget")
   patterns=()
@@ -203,6 +237,33 @@ if [[ ,$what, == *,goals,* ]]; then
   goals_state=met
   logged "$out/goals.log" "$python" scripts/goals.py ${patterns[@]+"${patterns[@]}"} \
     "${options[@]}" || goals_state='not all met' red=1
+fi
+if asked demo; then
+  [[ $model || ! -f $site/model/$demo_file ]] || model=$site/model/$demo_file
+  # On a GPU float32 too: there the tokens can be compared with transformers' exactly.
+  runs=("cpu --device cpu --dtype float32")
+  [[ $gpu ]] && runs=("float32 --device cuda --dtype float32" \
+    "bfloat16 --device cuda --dtype bfloat16" "${runs[@]}")
+  demo_state=''
+  for line in "${runs[@]}"; do
+    read -ra words <<<"$line"
+    name=demo_${words[0]}
+    state=ran
+    logged "$out/$name.log" "$python" -m fusedops demo "${words[@]:1}" \
+      ${model:+--model "$model"} --json "$out/$name.json" || state=failed red=1
+    demo_state+="${demo_state:+, }$name $state"
+  done
+fi
+if asked sanitize; then
+  sanitize_state=''
+  # First without the tool, which would watch the compiler too.
+  logged "$out/sanitize.log" "$python" scripts/sanitize.py || sanitize_state='wrong results, ' red=1
+  for tool in memcheck racecheck; do
+    state=clean
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 logged "$out/$tool.log" compute-sanitizer --tool "$tool" \
+      --error-exitcode 9 "$python" scripts/sanitize.py || state=errors red=1
+    sanitize_state+="$tool $state, "
+  done
 fi
 
 # 3. One short table last.
@@ -214,5 +275,7 @@ echo
 printf '%-8s %s\n' step result
 printf '%-8s %s\n' tests "$tests_state $(lines_of "$out"/tests*.log 'GPU tests recorded')"
 printf '%-8s %s\n' goals "$goals_state"
+printf '%-8s %s\n' demo "$demo_state"
+printf '%-8s %s\n' sanitize "${sanitize_state%, }"
 printf '%-8s %s\n' results "$out"
 exit "$red"

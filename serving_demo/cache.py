@@ -9,9 +9,16 @@ import torch
 from torch import Tensor
 
 from fusedops.errors import ConfigError, ShapeError
+from serving_demo.check import require_type
 from serving_demo.config import ModelConfig
 
-__all__ = ["DEFAULT_PAGE_SIZE", "BlockAllocator", "PagedKVCache", "require_fit"]
+__all__ = [
+    "DEFAULT_PAGE_SIZE",
+    "BlockAllocator",
+    "PagedKVCache",
+    "require_fit",
+    "require_page_size",
+]
 
 DEFAULT_PAGE_SIZE = 16
 """Positions a page. Small pages waste little at a request's end."""
@@ -28,6 +35,7 @@ class BlockAllocator:
     """
 
     def __init__(self, n_pages: int) -> None:
+        require_type("n_pages", n_pages, int, "are ints")
         if n_pages < 1:
             raise ConfigError(f"a cache needs at least one page, got {n_pages}.")
         self.n_pages = n_pages
@@ -90,8 +98,7 @@ class PagedKVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        if page_size < 1:
-            raise ConfigError(f"a cache page holds at least one position, got {page_size}.")
+        require_page_size(page_size)
         self.page_size = page_size
         self.allocator = BlockAllocator(n_pages)
         shape = (config.n_layers, 2, n_pages, page_size, config.n_kv_heads, config.head_dim)
@@ -108,6 +115,13 @@ class PagedKVCache:
     def pages_for(self, n_positions: int) -> int:
         """Pages that ``n_positions`` positions of one request take."""
         return -(-n_positions // self.page_size)
+
+
+def require_page_size(page_size: int) -> None:
+    """Raise ConfigError unless a cache page holds a whole number of positions, >= 1."""
+    require_type("page_size", page_size, int, "are ints")
+    if page_size < 1:
+        raise ConfigError(f"a cache page holds at least one position, got {page_size}.")
 
 
 def require_fit(index: int, prompt_len: int, max_new_tokens: int, capacity: int) -> None:

@@ -19,6 +19,11 @@ _SECONDS_BETWEEN_FRAMES = 0.15
 """A frame takes some milliseconds, so a slow decode is not drawn token by token."""
 
 
+def _moves_cursor(console: Console) -> bool:
+    """Whether the console may draw over what it has shown."""
+    return console.is_interactive and not console.quiet
+
+
 def printable(text: str) -> str:
     """``text`` with control characters replaced: what a model writes must not steer a terminal."""
     return "".join(
@@ -36,7 +41,7 @@ class LoadingBars:
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             console=console,
-            disable=console.quiet or not console.is_terminal,
+            disable=not _moves_cursor(console),
         )
 
     def __enter__(self) -> Self:
@@ -57,7 +62,10 @@ class LoadingBars:
 
 
 class TextStreams:
-    """Several answers at once: panels on a terminal, else each line when it is whole.
+    """Several answers at once: panels on a terminal, else one answer after the other.
+
+    Where nothing can be drawn over, the first answer that has not ended is shown line by line as it
+    is written, and those behind it wait, so that no two mix.
 
     Args:
         console: where to write; a quiet one shows nothing.
@@ -68,10 +76,12 @@ class TextStreams:
         self._console = console
         self._prompts = [printable(prompt) for prompt in prompts]
         self._texts = [""] * len(prompts)
-        self._printed = [0] * len(prompts)
+        self._ended = [False] * len(prompts)
+        self._shown = 0
+        self._printed = 0
         self._last_frame = 0.0
         self._live: Live | None = None
-        if console.is_terminal and not console.quiet:
+        if _moves_cursor(console):
             # Drawn by hand: a refresh thread would take time from the decode steps.
             self._live = Live(self._panels(), console=console, auto_refresh=False)
 
@@ -90,25 +100,37 @@ class TextStreams:
             self._live.update(self._panels(), refresh=True)
             self._live.stop()
         elif kind is None:
-            for index in range(len(self._texts)):
-                self._print_lines(index, whole_text=True)
+            self._ended = [True] * len(self._ended)
+            self._print_lines()
 
     def push(self, index: int, text: str) -> None:
         """Add text to the answer of prompt ``index``."""
         self._texts[index] += printable(text)
         if self._live is None:
-            self._print_lines(index, whole_text=False)
+            self._print_lines()
         elif time.monotonic() - self._last_frame > _SECONDS_BETWEEN_FRAMES:
             self._live.update(self._panels(), refresh=True)
             self._last_frame = time.monotonic()
 
-    def _print_lines(self, index: int, whole_text: bool) -> None:
-        text = self._texts[index]
-        end = len(text) if whole_text else text.rfind("\n") + 1
-        fresh = text[self._printed[index] : end]
-        self._printed[index] = max(end, self._printed[index])
-        for line in fresh.splitlines():
-            self._console.print(Text(f"[{index + 1}] {line}"), soft_wrap=True)
+    def end(self, index: int) -> None:
+        """Say that the answer of prompt ``index`` is whole."""
+        self._ended[index] = True
+        if self._live is None:
+            self._print_lines()
+
+    def _print_lines(self) -> None:
+        """Print what has become whole: lines of the answer at hand, then the answers behind it."""
+        while self._shown < len(self._texts):
+            text, ended = self._texts[self._shown], self._ended[self._shown]
+            end = len(text) if ended else text.rfind("\n") + 1
+            fresh = text[self._printed : end]
+            self._printed = max(end, self._printed)
+            for line in fresh.splitlines():
+                self._console.print(Text(f"[{self._shown + 1}] {line}"), soft_wrap=True)
+            if not ended:
+                return
+            self._shown += 1
+            self._printed = 0
 
     def _panels(self) -> Group:
         return Group(

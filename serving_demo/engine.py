@@ -16,9 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fusedops.errors import ConfigError, ShapeError
-from serving_demo.cache import DEFAULT_PAGE_SIZE, PagedKVCache, require_fit
+from fusedops.errors import ConfigError
+from serving_demo.cache import DEFAULT_PAGE_SIZE, PagedKVCache, require_page_size
+from serving_demo.check import require_type
 from serving_demo.model import DecoderModel
+from serving_demo.request import Request, check_requests, require_tokens
 from serving_demo.state import DecodeState, RowValues, decode_step
 
 __all__ = ["BATCH_BUCKETS", "DecodeStep", "Engine", "Generation", "Request"]
@@ -31,23 +33,6 @@ PREFILL_CHUNK = 512
 
 OnToken = Callable[[int, int], None]
 """Called with (number of the request, token id) for each token as it reaches the host."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """A prompt to be continued.
-
-    Attributes:
-        prompt: token ids, at least one.
-        max_new_tokens: at most so many follow, >= 1.
-        temperature: 0 takes the likeliest token; above, tokens are drawn.
-        seed: with one seed, prompt and temperature, the same tokens are drawn in any batch.
-    """
-
-    prompt: tuple[int, ...]
-    max_new_tokens: int
-    temperature: float = 0.0
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -115,6 +100,8 @@ class Engine:
         eos_token_ids: Sequence[int] | None = None,
         use_graphs: bool | None = None,
     ) -> None:
+        for name, value in (("max_requests", max_requests), ("max_positions", max_positions)):
+            require_type(name, value, int, "are ints")
         if not 1 <= max_requests <= BATCH_BUCKETS[-1]:
             raise ConfigError(
                 f"a batch of {max_requests} requests is asked for; accepted are 1 to "
@@ -125,8 +112,9 @@ class Engine:
                 f"a cache of {max_positions:,} positions a request is asked for; accepted are 1 to "
                 f"{model.max_positions:,}, the model's."
             )
-        if page_size < 1:
-            raise ConfigError(f"a cache page holds at least one position, got {page_size}.")
+        require_page_size(page_size)
+        if eos_token_ids is not None:
+            require_tokens("eos_token_ids", eos_token_ids, model.config.vocab_size)
         on_gpu = model.device.type == "cuda"
         if use_graphs and not on_gpu:
             raise ConfigError(f"CUDA graphs need a model on a GPU; this one is on {model.device}.")
@@ -205,14 +193,22 @@ class Engine:
 
         Raises:
             ShapeError: a prompt is empty, or does not fit into the cache with what may follow.
-            ConfigError: too many requests, or an option out of range.
+            ConfigError: too many requests or none, a value of another type or out of range, a
+                token outside the vocabulary, or a batch is under way already.
         """
         if self._busy:
             raise ConfigError(
                 "this engine is generating; it runs one batch at a time. Ask again when generate() "
                 "has returned, or make another engine."
             )
-        self._check(requests)
+        check_requests(
+            requests, self.max_requests, self.max_positions, self.model.config.vocab_size
+        )
+        if on_token is not None and not callable(on_token):
+            raise ConfigError(
+                f"on_token is a {type(on_token).__name__}; accepted is a function of (number of "
+                "the request, token id)."
+            )
         sampled = any(request.temperature > 0 for request in requests)
         self.capture(sampled)
         batch = _Batch(requests, self._eos, on_token)
@@ -238,30 +234,6 @@ class Engine:
             prefill_tokens=sum(len(request.prompt) for request in requests),
             steps=tuple(batch.steps),
         )
-
-    def _check(self, requests: Sequence[Request]) -> None:
-        if not 1 <= len(requests) <= self.max_requests:
-            raise ConfigError(
-                f"{len(requests)} prompts are asked for at once; accepted are 1 to "
-                f"{self.max_requests}, what this engine was made for."
-            )
-        vocabulary = self.model.config.vocab_size
-        for index, request in enumerate(requests):
-            if not request.prompt:
-                raise ShapeError(f"prompt {index + 1} is empty; it needs at least one token.")
-            if request.max_new_tokens < 1:
-                raise ConfigError(
-                    f"max_new_tokens is {request.max_new_tokens}; accepted are 1 and above."
-                )
-            if not 0 <= request.temperature < float("inf"):
-                raise ConfigError(
-                    f"the temperature is {request.temperature}; accepted are finite values >= 0."
-                )
-            if not 0 <= min(request.prompt) <= max(request.prompt) < vocabulary:
-                raise ConfigError(
-                    f"prompt {index + 1} holds a token outside the vocabulary of {vocabulary:,}."
-                )
-            require_fit(index, len(request.prompt), request.max_new_tokens, self.max_positions)
 
     def _prefill(self, requests: Sequence[Request], pages: list[list[int]], sampled: bool) -> None:
         """Read all prompts, chunk by chunk, and take each request's first token."""

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from fusedops.errors import LoadError
+from serving_demo.files import require_content
 
 __all__ = ["GgufHeader", "GgufTensor", "read_header"]
 
+_MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_DIMENSIONS = 4
 _SCALARS = {
@@ -122,10 +124,12 @@ def read_header(path: Path) -> GgufHeader:
     """
     try:
         with path.open("rb") as file:
-            magic = file.read(4)
-            if magic != b"GGUF":
+            require_content(path)
+            magic = file.read(len(_MAGIC))
+            if magic != _MAGIC:
                 raise LoadError(
-                    f"{path} is no GGUF file: it starts with {magic!r}, not with b'GGUF'."
+                    f"{path} is no GGUF file: it starts with {magic!r}, not with {_MAGIC!r}. "
+                    "Accepted with --model are a GGUF file or a Hugging Face folder."
                 )
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return _parse(_Cursor(data, path), path, len(data))

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from rich.text import Text
 
 from fusedops.bench.environment import collect_environment
 from serving_demo.bandwidth import ReadBandwidth
@@ -138,9 +139,14 @@ def quantile(values: Sequence[float], fraction: float) -> float:
 def table_of(report: DemoReport) -> Table:
     """The report's table for a terminal."""
     roof = report.read_bandwidth
+    caption = f"roof: the read bandwidth here, {roof.gb_per_s:.1f} GB/s ({roof.how})"
+    n_prompts = len(report.prompts)
+    if n_prompts > 1:
+        caption = f"x{n_prompts}: all {n_prompts} prompts at once; x1: one by one\n{caption}"
     table = Table(
-        title=f"{Path(report.model).name} on {report.device}, {report.dtype}",
-        caption=f"roof: the read bandwidth here, {roof.gb_per_s:.1f} GB/s ({roof.how})",
+        # As a Text: a file's name is no markup.
+        title=Text(f"{Path(report.model).name} on {report.device}, {report.dtype}", "italic"),
+        caption=caption,
         box=SIMPLE_HEAD,
         collapse_padding=True,
     )

@@ -16,7 +16,8 @@ from serving_demo.cache import require_fit
 from serving_demo.checkpoint import Checkpoint
 from serving_demo.console import LoadingBars, TextStreams
 from serving_demo.engine import Engine, Generation, Request
-from serving_demo.loader import default_model_path, load_checkpoint
+from serving_demo.files import written_line
+from serving_demo.loader import default_model_path, load_checkpoint, require_model
 from serving_demo.model import DecoderModel
 from serving_demo.options import DemoOptions, check_options, resolve_device, resolve_dtype
 from serving_demo.report import (
@@ -79,10 +80,14 @@ def _answer(
     console: Console,
 ) -> Generation:
     decoders = [checkpoint.tokenizer.stream() for _ in requests]
+    to_come = [request.max_new_tokens for request in requests]
     with TextStreams(console, options.prompts) as streams:
 
         def show(index: int, token: int) -> None:
+            to_come[index] -= 1
             streams.push(index, decoders[index].push(token))
+            if not to_come[index] or token in checkpoint.config.eos_token_ids:
+                streams.end(index)
 
         return engine.generate(requests, show)
 
@@ -94,28 +99,31 @@ def _compare(
     device: torch.device,
     watch: _Stopwatch,
 ) -> tuple[Generation, Generation]:
-    """transformers' runs: all prompts as one batch, and prompt by prompt."""
+    """transformers' runs: all prompts as one batch, and prompt by prompt; one run of one prompt."""
     from serving_demo.contender import load_contender
 
     with watch.part("load transformers"):
         contender = load_contender(checkpoint, dtype, device)
     with watch.part("transformers"):
-        contender.batched(_short(requests))
         contender.one_by_one(_short(requests[:1]))
+        if len(requests) == 1:
+            alone = contender.one_by_one(requests)
+            return alone, alone
+        contender.batched(_short(requests))
         return contender.batched(requests), contender.one_by_one(requests)
 
 
-def _comparison_line(checkpoint: Checkpoint, dtype: torch.dtype) -> str:
+def _comparison_line(checkpoint: Checkpoint, dtype: torch.dtype, n_prompts: int) -> str:
     source = (
         "its own loader"
         if checkpoint.hf_config is not None
         else "the weights dequantised here, as its own GGUF loader is slow"
     )
     name = str(dtype).removeprefix("torch.")
-    return (
-        f"transformers' generate, use_cache, {name}, from {source}; speed: left-padded batch and "
-        "prompt by prompt; tokens: prompt by prompt"
-    )
+    how = "speed: left-padded batch and prompt by prompt; tokens: prompt by prompt"
+    if n_prompts == 1:
+        how = "speed and tokens: the one prompt"
+    return f"transformers' generate, use_cache, {name}, from {source}; {how}"
 
 
 def run_demo(options: DemoOptions, console: Console | None = None) -> DemoReport:
@@ -144,9 +152,11 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> DemoReport
 def _run(options: DemoOptions, console: Console) -> DemoReport:
     watch = _Stopwatch()
     check_options(options)
+    path = options.model or default_model_path()
+    require_model(path)
+    # What was written wrong has been named by now; here comes what this machine lacks.
     device = resolve_device(options)
     dtype = resolve_dtype(options, device)
-    path = options.model or default_model_path()
     with LoadingBars(console) as bars:
         with watch.part("load"):
             checkpoint = load_checkpoint(path, dtype, bars.track)
@@ -176,9 +186,10 @@ def _run(options: DemoOptions, console: Console) -> DemoReport:
     comparison = "--no-compare"
     if options.compare:
         batched, single = _compare(checkpoint, requests, dtype, device, watch)
-        runs.append(figures(f"transformers x{len(requests)}", batched))
+        if len(requests) > 1:
+            runs.append(figures(f"transformers x{len(requests)}", batched))
         runs.append(figures("transformers x1", single))
-        comparison = _comparison_line(checkpoint, dtype)
+        comparison = _comparison_line(checkpoint, dtype, len(requests))
         if options.temperature == 0:
             equal = sum(a == b for a, b in zip(ours.tokens, single.tokens, strict=True))
         else:
@@ -202,7 +213,11 @@ def _run(options: DemoOptions, console: Console) -> DemoReport:
     if options.json_path is not None:
         write_json(report, options.json_path)
     console.print(table_of(report))
-    console.print(report.equality_line, highlight=False, soft_wrap=True)
+    console.print(report.equality_line, markup=False, highlight=False, soft_wrap=True)
+    if options.json_path is not None:
+        console.print(
+            written_line(options.json_path), markup=False, highlight=False, soft_wrap=True
+        )
     return report
 
 

@@ -11,21 +11,36 @@ from torch import Tensor
 from fusedops.errors import LoadError
 from serving_demo.checkpoint import Checkpoint, Track, check_shapes, no_progress
 from serving_demo.config import config_from_hf
-from serving_demo.files import read_json
-from serving_demo.tokenizer import tokenizer_from_folder
+from serving_demo.files import read_json, require_content
+from serving_demo.tokenizer import TOKENIZER_FILE, tokenizer_from_folder
 
 __all__ = ["load_folder"]
 
+_CONFIG = "config.json"
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _DTYPES = ("F32", "BF16", "F16")
 
 
+def _require_parts(folder: Path) -> None:
+    """Raise LoadError with everything that the folder lacks, and what it might be instead."""
+    missing = [name for name in (_CONFIG, TOKENIZER_FILE) if not (folder / name).is_file()]
+    if not (folder / _SINGLE).is_file() and not (folder / _INDEX).is_file():
+        missing.append(f"{_SINGLE} (or {_INDEX} with its shards)")
+    if not missing:
+        return
+    hint = f"a folder holds {_CONFIG}, {TOKENIZER_FILE} and safetensors"
+    other = sorted(file.name for file in folder.iterdir() if file.suffix == ".gguf")
+    if other:
+        hint = f"for a GGUF file name the file itself, --model {folder / other[0]}"
+    elif any(folder.glob("pytorch_model*.bin")):
+        hint += "; its pytorch_model*.bin is not read, so save the model as safetensors"
+    raise LoadError(f"{folder} lacks {', '.join(missing)}; {hint} (--model).")
+
+
 def _shards(folder: Path) -> list[Path]:
     if (folder / _SINGLE).is_file():
         return [folder / _SINGLE]
-    if not (folder / _INDEX).is_file():
-        raise LoadError(f"{folder} has neither {_SINGLE} nor {_INDEX}.")
     index = read_json(folder / _INDEX).get("weight_map")
     if not isinstance(index, dict) or not index:
         raise LoadError(f"{folder / _INDEX}: the field 'weight_map' is missing or empty.")
@@ -55,19 +70,27 @@ def load_folder(
     """
     from safetensors import SafetensorError, safe_open
 
-    values = read_json(folder / "config.json")
+    if not (folder / _CONFIG).is_file():
+        _require_parts(folder)
+    values = read_json(folder / _CONFIG)
     generation_file = folder / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else None
-    config = config_from_hf(values, str(folder / "config.json"), generation)
+    config = config_from_hf(values, str(folder / _CONFIG), generation)
+    # Another architecture is the first thing to know, whatever else the folder lacks.
+    _require_parts(folder)
     tokenizer = tokenizer_from_folder(folder)
     homes: dict[str, Any] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     stored: set[str] = set()
     for shard in _shards(folder):
         try:
+            require_content(shard)
             file: Any = safe_open(shard, framework="pt")
         except (SafetensorError, OSError) as error:
-            raise LoadError(f"{shard} is damaged or truncated: {error}.") from None
+            reason = " ".join(str(error).split())
+            raise LoadError(
+                f"{shard} is damaged or truncated: {reason}. Fetch the file again."
+            ) from None
         for name in file.keys():  # noqa: SIM118 - a safe_open handle is no mapping
             # Older checkpoints store the rotary frequencies, and some a tied output head again;
             # both follow from the rest.

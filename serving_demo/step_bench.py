@@ -12,9 +12,8 @@ other operations on FlashInfer's kernels, or torch's where FlashInfer is absent.
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,14 +21,17 @@ from fusedops.bench.environment import collect_environment
 from fusedops.bench.roofline import PUBLISHED_CEILINGS, ceilings
 from fusedops.bench.runner import Runner, make_runner
 from fusedops.bench.timer import Protocol
+from fusedops.check import require_choice
 from fusedops.errors import ConfigError, DeviceError, UnsupportedError
 from fusedops.providers.flashinfer_attention import CUDA_CORE_GROUPS, HEAD_DIMS
 from fusedops.providers.flashinfer_base import absent
 from fusedops.providers.gemm import GEMM_PROVIDERS
 from serving_demo.cache import DEFAULT_PAGE_SIZE, PagedKVCache
+from serving_demo.check import require_int, require_type
 from serving_demo.config import ModelConfig
-from serving_demo.files import require_writable_target
+from serving_demo.files import require_writable_target, written_line
 from serving_demo.model import DecoderModel
+from serving_demo.options import ATTENTIONS, ShapeOptions
 from serving_demo.random_model import (
     fill_cache,
     kv_bytes_per_position,
@@ -47,44 +49,11 @@ if TYPE_CHECKING:
 
 __all__ = ["ShapeOptions", "check_shape_options", "measure_shape", "run_shapes"]
 
-AttentionName = Literal["auto", "flashinfer", "torch"]
-ATTENTIONS: tuple[AttentionName, ...] = ("auto", "flashinfer", "torch")
-
 TORCH_GRAPH = "torch graph"
 OURS = "fusedops"
 
 _SPARE_BYTES = 6 << 30
 """GPU memory left to activations, FlashInfer's scratch, graphs and the context."""
-
-
-@dataclass(frozen=True)
-class ShapeOptions:
-    """A measurement of decode steps.
-
-    Attributes:
-        shape: one of ``serving_demo.shapes.SHAPES``.
-        batches: requests a step, each >= 1.
-        context: length of each request in the first timed step, that step's token included; 15
-            more steps follow, each one longer, before the lengths return.
-        provider: who runs the products, in strict mode.
-        attention: "flashinfer", "torch", or "auto" (FlashInfer where it is installed and has a
-            kernel for the heads).
-        tensor_cores: FlashInfer's tensor-core decode kernel instead of its CUDA-core one, which
-            takes it up to a minute to build where it is not prebuilt.
-        replays: timed steps of each contender.
-        json_path: file that the rows are added to; None for nowhere.
-        seed: of weights, cache, page tables and tokens.
-    """
-
-    shape: str
-    batches: tuple[int, ...] = (1, 8, 32, 64)
-    context: int = 1024
-    provider: str = "cublas"
-    attention: AttentionName = "auto"
-    tensor_cores: bool = False
-    replays: int = 50
-    json_path: Path | None = None
-    seed: int = 0
 
 
 def check_shape_options(options: ShapeOptions) -> Shape:
@@ -94,26 +63,24 @@ def check_shape_options(options: ShapeOptions) -> Shape:
         ConfigError: a name or a number is not accepted, or the JSON's folder does not exist.
     """
     shape = shape_by_name(options.shape)
-    if not options.batches or min(options.batches) < 1:
-        raise ConfigError(f"batches are {options.batches}; accepted are one or more, each >= 1.")
+    require_type("batches", options.batches, (tuple, list), "is a tuple of integers from 1")
+    if not options.batches:
+        raise ConfigError("batches is empty; accepted are one or more integers from 1 (--batch).")
+    for size in options.batches:
+        require_int("a batch", size, 1)
     if len(set(options.batches)) != len(options.batches):
-        raise ConfigError(f"batches are {options.batches}; name each once.")
+        raise ConfigError(f"batches are {options.batches}; accepted is each size once (--batch).")
+    require_int("context", options.context, 1)
     longest = shape.config.max_positions - ADVANCES + 1
-    if not 1 <= options.context <= longest:
+    if options.context > longest:
         raise ConfigError(
             f"context is {options.context:,}; accepted are 1 to {longest:,} for {shape.name} "
             f"({ADVANCES - 1} more positions follow it)."
         )
-    if options.provider not in GEMM_PROVIDERS:
-        raise ConfigError(
-            f"provider {options.provider!r} is not accepted; use {', '.join(GEMM_PROVIDERS)}."
-        )
-    if options.attention not in ATTENTIONS:
-        raise ConfigError(
-            f"attention {options.attention!r} is not accepted; use {', '.join(ATTENTIONS)}."
-        )
-    if options.replays < 1:
-        raise ConfigError(f"replays is {options.replays}; accepted are 1 and above.")
+    require_choice("demo", "provider", options.provider, list(GEMM_PROVIDERS))
+    require_choice("demo", "attention", options.attention, ATTENTIONS)
+    require_int("replays", options.replays, 1)
+    require_int("seed", options.seed)
     if options.json_path is not None:
         require_writable_target(options.json_path)
     return shape
@@ -194,6 +161,9 @@ def run_shapes(options: ShapeOptions, console: Console | None = None) -> tuple[S
         console.print(remark, highlight=False, soft_wrap=True)
     if options.json_path is not None:
         write_steps(options.json_path, rows, collect_environment())
+        console.print(
+            written_line(options.json_path), markup=False, highlight=False, soft_wrap=True
+        )
     return rows
 
 

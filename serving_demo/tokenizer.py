@@ -21,7 +21,15 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from fusedops.errors import LoadError
 from serving_demo.files import read_json
 
-__all__ = ["DemoTokenizer", "StreamDecoder", "tokenizer_from_folder", "tokenizer_from_gguf"]
+__all__ = [
+    "TOKENIZER_FILE",
+    "DemoTokenizer",
+    "StreamDecoder",
+    "tokenizer_from_folder",
+    "tokenizer_from_gguf",
+]
+
+TOKENIZER_FILE = "tokenizer.json"
 
 _CONTROL, _USER_DEFINED = 3, 4
 """Values of ``tokenizer.ggml.token_type`` that mark a token which is matched whole in the text."""
@@ -225,13 +233,14 @@ def tokenizer_from_folder(folder: Path) -> DemoTokenizer:
     Raises:
         LoadError: tokenizer.json is missing or damaged.
     """
-    path = folder / "tokenizer.json"
+    path = folder / TOKENIZER_FILE
     if not path.is_file():
         raise LoadError(f"{path} is missing; the demo reads no other tokenizer file.")
     try:
         backend = Tokenizer.from_file(str(path))
     except Exception as error:  # noqa: BLE001 - tokenizers raises nothing narrower
-        raise LoadError(f"{path} is damaged: {error}.") from None
+        reason = " ".join(str(error).split())
+        raise LoadError(f"{path} is damaged: {reason}. Fetch the file again.") from None
     settings: dict[str, Any] = {}
     settings_file = folder / "tokenizer_config.json"
     if settings_file.is_file():

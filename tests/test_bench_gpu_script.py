@@ -87,6 +87,87 @@ def test_only_the_steps_that_were_asked_for_are_run(tmp_path: Path) -> None:
     only_tests = bash(SCRIPT, "--out", tmp_path, "--what", "tests", "--dry-run").stdout
     assert "gpu\\ and\\ not\\ gpu_large" in only_tests
     assert "goals.py" not in only_tests
+    only_setup = bash(SCRIPT, "--out", tmp_path, "--what", "setup", "--dry-run").stdout
+    assert only_setup.splitlines() == [f"+ mkdir -p {tmp_path}"]
+
+
+def test_the_demo_runs_on_both_devices_in_a_dry_run(tmp_path: Path) -> None:
+    for name in ("g1", "g2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "part").touch()
+    arguments = ("--packs", tmp_path, "--out", "o", "--what", "demo", "--site", "SITE")
+    steps = bash(SCRIPT, *arguments, "--model", "/m.gguf", "--dry-run").stdout.splitlines()
+    copied = [step for step in steps if step.startswith("+ cp")]
+    assert copied == [f"+ cp {tmp_path / n / 'part'} SITE/model/{n}.part" for n in ("g1", "g2")]
+    runs = [step.partition("-m fusedops ")[2] for step in steps if "-m fusedops" in step]
+    assert runs == [
+        f"demo --device {device} --dtype {dtype} --model /m.gguf --json {ROOT}/o/demo_{name}.json"
+        for device, dtype, name in (
+            ("cuda", "float32", "float32"),
+            ("cuda", "bfloat16", "bfloat16"),
+            ("cpu", "float32", "cpu"),
+        )
+    ]
+    assert not any("tests.json" in step or "goals.json" in step for step in steps)
+
+
+@pytest.fixture
+def no_gpu_python(tmp_path: Path) -> Path:
+    """An interpreter that sees no GPU and writes down what else it is asked to run."""
+    path = tmp_path / "python"
+    path.write_text(
+        f'#!/bin/sh\ncase "$1" in\n'
+        f"-) cat >{os.devnull}; echo reports/none;;\n"
+        "-c) exit 1;;\n"
+        f'*) echo "commit $FUSEDOPS_COMMIT: $*" >>"{tmp_path}/asked"; exit "${{FAKE_EXIT:-0}}";;\n'
+        "esac\n"
+    )
+    path.chmod(0o755)
+    return path
+
+
+def test_parts_of_the_model_add_up_over_calls_and_run_on_the_cpu(
+    tmp_path: Path, no_gpu_python: Path
+) -> None:
+    site, out = tmp_path / "site", tmp_path / "out"
+    common = ("--python", no_gpu_python, "--out", out, "--site", site, "--commit", "c0ffee")
+    for name in ("g1", "g2"):
+        (tmp_path / f"packs_{name}" / name).mkdir(parents=True)
+        (tmp_path / f"packs_{name}" / name / "part").write_text(name)
+    first = bash(SCRIPT, *common, "--packs", tmp_path / "packs_g1", "--what", "setup")
+    assert first.returncode == 0, first.stderr
+    assert not (tmp_path / "asked").exists()
+    second = bash(SCRIPT, *common, "--packs", tmp_path / "packs_g2", "--what", "demo")
+    assert second.returncode == 0, second.stderr
+    assert "joined from g1 g2" in second.stdout
+    model = site / "model" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    assert model.read_text() == "g1g2"
+    (asked,) = (tmp_path / "asked").read_text().splitlines()
+    assert asked == (
+        "commit c0ffee: -m fusedops demo --device cpu --dtype float32 "
+        f"--model {model} --json {out / 'demo_cpu.json'}"
+    )
+    assert "demo     demo_cpu ran" in second.stdout
+    assert (out / "demo_cpu.log").exists()
+
+
+def test_a_demo_that_fails_shows_in_the_status(
+    tmp_path: Path, no_gpu_python: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_EXIT", "2")
+    common = ("--python", no_gpu_python, "--out", tmp_path / "out", "--site", tmp_path / "site")
+    done = bash(SCRIPT, *common, "--what", "demo")
+    assert done.returncode == 1
+    assert "demo     demo_cpu failed" in done.stdout
+    assert "--model" not in (tmp_path / "asked").read_text()
+
+
+def test_tests_and_goals_need_a_gpu(tmp_path: Path, no_gpu_python: Path) -> None:
+    common = ("--python", no_gpu_python, "--out", tmp_path / "out", "--site", tmp_path / "site")
+    done = bash(SCRIPT, *common, "--what", "demo,goals")
+    assert done.returncode == 3
+    assert "torch sees no CUDA device" in done.stderr
+    assert not (tmp_path / "asked").exists()
 
 
 @pytest.mark.parametrize(

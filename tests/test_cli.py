@@ -16,7 +16,7 @@ import torch
 import fusedops
 from fusedops.cli import main
 from fusedops.cli.doctor import machine_status, registered_providers
-from fusedops.errors import ConfigError
+from fusedops.cli.options import OptionError
 from fusedops.jit.cache import entries
 from fusedops.jit.key import KernelKey
 from fusedops.jit.location import CacheSettings
@@ -91,19 +91,11 @@ def test_help_names_the_command(cli: RunCommand, command: tuple[str, ...]) -> No
     assert " ".join(["fusedops", *command]) in out
 
 
-@pytest.mark.parametrize("arguments", [("explain", "1", "2"), ("nonsense",), ("doctor", "--nope")])
-def test_wrong_usage_exits_with_two(cli: RunCommand, arguments: tuple[str, ...]) -> None:
-    code, out, err = cli(*arguments)
-    assert (code, out) == (2, "")
-    assert "Usage" in err
-    assert "Traceback" not in err
-
-
 def test_an_error_shows_its_traceback_on_request(
     cli: RunCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FUSEDOPS_DEBUG", "1")
-    with pytest.raises(ConfigError, match="unknown dtype"):
+    with pytest.raises(OptionError, match="--dtype f7"):
         cli("explain", "1", "2", "3", "--dtype", "f7")
 
 
@@ -212,8 +204,42 @@ def test_doctor_survives_a_cache_that_cannot_be_trusted(cli: RunCommand, cache_d
     cache_dir.chmod(0o777)
     code, out, err = cli("doctor")
     assert (code, err) == (0, "")
-    assert "not usable" in out
-    assert "0777" in out
+    (line,) = [line for line in out.splitlines() if "0777" in line]
+    assert line.startswith("folder")
+    assert "not usable" in line
+
+
+@pytest.mark.parametrize(
+    ("variable", "fact"),
+    [("FUSEDOPS_CACHE_DIR", "folder"), ("FUSEDOPS_OVERLAY", "prebuilt folder")],
+)
+@pytest.mark.parametrize("place", ["file", "file/below"])
+def test_doctor_shows_a_folder_that_is_none_in_one_line(
+    cli: RunCommand,
+    cache_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    variable: str,
+    fact: str,
+    place: str,
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(variable, str(tmp_path / place))
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, err = cli("doctor")
+    assert (code, err) == (0, "")
+    assert re.search(rf"^{fact} +not usable: .*{tmp_path / place}.*{variable}", out, re.MULTILINE)
+
+
+def test_doctor_shows_sound_overlays(
+    cli: RunCommand, cache_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("FUSEDOPS_OVERLAY", raising=False)
+    assert "none (FUSEDOPS_OVERLAY is not set)" in cli("doctor")[1]
+    monkeypatch.setenv("FUSEDOPS_OVERLAY", f"{tmp_path}{os.pathsep}{tmp_path / 'none'}")
+    out = cli("doctor")[1]
+    assert re.search(rf"^prebuilt folder +{tmp_path}$", out, re.MULTILINE)
+    assert re.search(rf"^prebuilt folder +not usable: .*{tmp_path / 'none'}", out, re.MULTILINE)
 
 
 # explain
@@ -240,7 +266,7 @@ def test_explain_takes_dtypes_by_both_names(cli: RunCommand) -> None:
     ("options", "part"),
     [
         (("--dtype", "f7"), "accepted are"),
-        (("--out-dtype", "wide"), "--out-dtype wide"),
+        (("--out-dtype", "wide"), "--out-dtype wide: accepted are f32"),
         (("--device", "tpu"), "cpu, cuda and cuda:N"),
         (("--device", "cuda:x"), "cpu, cuda and cuda:N"),
         (("--device", "cuda:99"), "CUDA device"),
@@ -250,6 +276,31 @@ def test_explain_takes_dtypes_by_both_names(cli: RunCommand) -> None:
 )
 def test_explain_refuses_bad_input(cli: RunCommand, options: tuple[str, ...], part: str) -> None:
     assert_one_error_line(*cli("explain", "4", "8", "16", *options), part)
+
+
+@pytest.mark.parametrize(
+    ("shape", "part"),
+    [
+        (("0", "0", "0"), "M and N = 0, so the result is empty and nothing is launched"),
+        (("0", "8", "16"), "M = 0, so the result is empty"),
+        (("4", "0", "16"), "N = 0, so the result is empty"),
+        (("4", "8", "0"), "K = 0: there is no product, and the epilogue runs on zeros"),
+    ],
+)
+def test_explain_tells_what_becomes_of_a_shape_without_work(
+    cli: RunCommand, shape: tuple[str, ...], part: str
+) -> None:
+    code, out, err = cli("explain", *shape, "--epilogue", "act(silu)")
+    assert (code, err) == (0, "")
+    assert part in out
+    assert ("provider  none" in out) is ("empty" in part)
+    assert cli("explain", *shape, "--epilogue", "nonsense")[0] == 2
+
+
+@needs_no_gpu
+def test_explain_names_a_wrong_chain_before_an_absent_gpu(cli: RunCommand) -> None:
+    outcome = cli("explain", "4", "8", "16", "--epilogue", "nonsense", "--device", "cuda")
+    assert_one_error_line(*outcome, "nonsense")
 
 
 # cache

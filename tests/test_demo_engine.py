@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -251,12 +252,29 @@ def test_the_pool_has_a_size() -> None:
             ShapeError,
             r"prompt 2 has 39 tokens.* holds 40",
         ),
+        ([Request([5], 4), Request((5, True), 4)], ConfigError, "prompt 2 holds the token True"),
+        (
+            [Request("ab", 4)],
+            ConfigError,
+            r"prompt 1 is 'ab' \(str\); accepted is a tuple of token",
+        ),
+        ([Request((5, 1.0), 4)], ConfigError, "prompt 1: a token is 1.0; accepted are ints"),
+        ([Request((5,), True)], ConfigError, r"max_new_tokens is True.*integers from 1"),
+        ([Request((5,), 4.0)], ConfigError, "max_new_tokens is 4.0; accepted are integers from 1"),
+        ([Request((5,), -3)], ConfigError, "max_new_tokens is -3; accepted are integers from 1"),
+        ([Request((5,), "4")], ConfigError, r"max_new_tokens is '4' \(str\)"),
+        ([Request((5,), 1 << 200)], ConfigError, "max_new_tokens is an int of 201 bits"),
+        ([Request((5,), 4, temperature="hot")], ConfigError, r"temperature is 'hot' \(str\)"),
+        ([Request((5,), 4, temperature=float("inf"))], ConfigError, "temperature is inf"),
+        ([Request((5,), 4, seed=None)], ConfigError, r"seed is None \(NoneType\)"),
+        ([(5, 6)], ConfigError, r"request 1 is \(5, 6\) \(tuple\); accepted is a Request"),
+        (Request((5,), 4), ConfigError, "accepted is a list of Requests"),
         ([], ConfigError, "0 prompts"),
         ([Request((5,), 4)] * 4, ConfigError, "accepted are 1 to 3"),
     ],
 )
 def test_requests_that_cannot_run(
-    model: DecoderModel, requests: list[Request], error: type[FusedOpsError], words: str
+    model: DecoderModel, requests: Any, error: type[FusedOpsError], words: str
 ) -> None:
     engine = Engine(model, 3, 40)
     with pytest.raises(error, match=words) as caught:
@@ -274,13 +292,41 @@ def test_a_prompt_may_fill_the_cache_to_its_last_position(model: DecoderModel) -
 
 @pytest.mark.parametrize(
     ("max_requests", "max_positions", "words"),
-    [(0, 8, "1 to 64"), (65, 8, "1 to 64"), (1, 0, "1 to 128"), (1, 129, "1 to 128")],
+    [
+        (0, 8, "1 to 64"),
+        (65, 8, "1 to 64"),
+        (1, 0, "1 to 128"),
+        (1, 129, "1 to 128"),
+        (1.0, 8, "max_requests is 1.0; accepted are ints"),
+        (1, "8", "max_positions is '8'"),
+    ],
 )
 def test_engines_that_cannot_be_made(
-    model: DecoderModel, max_requests: int, max_positions: int, words: str
+    model: DecoderModel, max_requests: Any, max_positions: Any, words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         Engine(model, max_requests, max_positions)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"page_size": 2.5}, "page_size is 2.5; accepted are ints"),
+        ({"eos_token_ids": (96,)}, "eos_token_ids holds the token 96, outside the vocabulary"),
+        ({"eos_token_ids": 2}, "eos_token_ids is 2; accepted is a tuple"),
+    ],
+)
+def test_an_engines_other_arguments(
+    model: DecoderModel, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Engine(model, 1, 8, **changes)
+
+
+def test_what_takes_the_tokens_must_be_callable(model: DecoderModel) -> None:
+    receiver: Any = []
+    with pytest.raises(ConfigError, match="on_token is a list; accepted is a function"):
+        Engine(model, 1, 8).generate([Request((5,), 1)], receiver)
 
 
 def test_graphs_need_a_gpu(model: DecoderModel) -> None:

@@ -85,7 +85,7 @@ def test_an_index_may_not_name_a_file_elsewhere(folder: Path) -> None:
 
 def test_no_weights_at_all(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
-    refused(folder, "neither model.safetensors nor model.safetensors.index.json")
+    refused(folder, "lacks model.safetensors", "model.safetensors.index.json")
 
 
 @pytest.mark.parametrize("index", ["{}", '{"weight_map": {}}', '{"weight_map": 3}'])
@@ -95,12 +95,42 @@ def test_an_empty_index(index: str, folder: Path) -> None:
     refused(folder, "'weight_map' is missing or empty")
 
 
-@pytest.mark.parametrize("kept", [0.0, 0.001, 0.5, 0.999])
+@pytest.mark.parametrize("kept", [0.001, 0.5, 0.999])
 def test_a_truncated_file(kept: float, folder: Path) -> None:
     path = folder / "model.safetensors"
     content = path.read_bytes()
     path.write_bytes(content[: int(kept * len(content))])
-    refused(folder, "model.safetensors is damaged or truncated")
+    refused(folder, "model.safetensors is damaged or truncated", "Fetch the file again")
+
+
+def test_an_empty_folder(tmp_path: Path) -> None:
+    refused(tmp_path, "is empty", "accepted with --model are a GGUF file", "tokenizer.json")
+
+
+def test_everything_that_a_folder_lacks_is_named_at_once(tmp_path: Path) -> None:
+    (tmp_path / "README.md").touch()
+    refused(tmp_path, "lacks config.json, tokenizer.json, model.safetensors (or")
+
+
+@pytest.mark.parametrize(
+    ("other", "hint"),
+    [("model.Q4_1.gguf", "--model {}/model.Q4_1.gguf"), ("pytorch_model.bin", "is not read")],
+)
+def test_a_folder_of_another_format_says_what_to_do(other: str, hint: str, tmp_path: Path) -> None:
+    (tmp_path / other).write_bytes(b"content")
+    refused(tmp_path, "lacks config.json", hint.format(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "is empty (0 bytes)"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "Git LFS pointer"),
+    ],
+)
+def test_a_file_that_only_stands_for_its_content(content: bytes, words: str, folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(content)
+    refused(folder, "model.safetensors", words)
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])

@@ -241,11 +241,36 @@ def test_a_missing_file(tmp_path: Path) -> None:
     refused(tmp_path / "absent.gguf", "no file or folder")
 
 
-@pytest.mark.parametrize("content", [b"", b"GG", b"GGML" + bytes(64), b"PK\x03\x04" + bytes(64)])
+@pytest.mark.parametrize("content", [b"GG", b"GGML" + bytes(64), b"PK\x03\x04" + bytes(64)])
 def test_a_file_that_is_no_gguf(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "other.gguf"
     path.write_bytes(content)
-    refused(path, "no GGUF file", repr(content[:4]))
+    refused(path, "no GGUF file", repr(content[:4]), "Accepted with --model are")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(b"", "is empty (0 bytes)"), (b"version https://git-lfs.github.com/spec/v1", "Git LFS")],
+)
+def test_a_file_that_only_stands_for_its_content(
+    content: bytes, words: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+    refused(path, words)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("meta-llama/Llama-3-8B", "Hugging Face Hub are not looked up, as nothing is downloaded"),
+        ("llama3-8b", "measure it with --shape llama3-8b"),
+        ("/dev/null", "no plain file"),
+        ("some/model.gguf", "no file or folder"),
+    ],
+)
+def test_a_name_that_is_no_model_here_says_what_is_accepted(name: str, words: str) -> None:
+    refused(Path(name), words, "accepted with --model are a GGUF file, and a folder")
 
 
 @pytest.mark.parametrize("version", [1, 4, 0x03000000])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,16 @@ from serving_demo.contender import load_contender
 from serving_demo.engine import DecodeStep, Generation, Request
 from serving_demo.files import write_atomically
 from serving_demo.loader import default_model_path, load_checkpoint
-from serving_demo.options import DemoOptions, check_options, resolve_device, resolve_dtype
+from serving_demo.options import (
+    DemoOptions,
+    ShapeOptions,
+    check_options,
+    resolve_device,
+    resolve_dtype,
+)
 from serving_demo.report import DemoReport, figures_of, quantile, table_of
 from serving_demo.run import run_demo
+from serving_demo.step_bench import check_shape_options
 
 PROMPTS = ("ab cd", "Hello", "x")
 
@@ -59,7 +68,11 @@ def test_a_run_compares_measures_and_reports(folder: Path, tmp_path: Path) -> No
     path = tmp_path / "report.json"
     report, printed = run(folder, json_path=path)
     assert report.prompts_equal == 3
-    assert printed.splitlines()[-1] == "greedy tokens equal transformers: 3/3"
+    assert printed.splitlines()[-2:] == [
+        "greedy tokens equal transformers: 3/3",
+        f"file written: {path}",
+    ]
+    assert "x3: all 3 prompts at once; x1: one by one" in printed
     assert [figures.name for figures in report.figures] == [
         "fusedops x3",
         "transformers x3",
@@ -76,7 +89,8 @@ def test_a_run_compares_measures_and_reports(folder: Path, tmp_path: Path) -> No
         assert figures.name in printed
     for word in ("prefill", "decode", "median", "p99", "GB/s", "roof", "the read bandwidth here"):
         assert word in printed
-    assert max(map(len, printed.splitlines())) <= 80
+    assert max(map(len, printed.splitlines()[:-1])) <= 80
+    assert "\x1b" not in printed
 
     written = json.loads(path.read_text())
     assert written["prompts_equal"] == 3
@@ -88,6 +102,14 @@ def test_a_run_compares_measures_and_reports(folder: Path, tmp_path: Path) -> No
     assert [tuple(tokens) for tokens in written["tokens"]] == list(report.tokens)
     assert written["seconds"]["total"] >= written["seconds"]["fusedops"]
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_one_prompt_has_one_row_of_transformers(folder: Path) -> None:
+    report, printed = run(folder, prompts=PROMPTS[:1], max_new_tokens=3)
+    assert [figures.name for figures in report.figures] == ["fusedops x1", "transformers x1"]
+    assert report.prompts_equal == 1
+    assert report.comparison.endswith("speed and tokens: the one prompt")
+    assert "one by one" not in printed
 
 
 def test_the_text_is_streamed_line_by_line(folder: Path) -> None:
@@ -216,17 +238,39 @@ def test_control_characters_of_a_model_do_not_reach_the_terminal() -> None:
     assert output.getvalue() == "[1] [red]no markup[/red]\N{REPLACEMENT CHARACTER}[0m :smile:\n"
 
 
-def test_whole_lines_are_printed_as_they_come() -> None:
+def test_answers_come_one_after_the_other_and_never_mix() -> None:
     output = io.StringIO()
-    console = Console(file=output, width=20)
-    with TextStreams(console, ["a", "b"]) as streams:
+    with TextStreams(Console(file=output, width=20), ["a", "b", "c"]) as streams:
+        streams.push(1, "two\nthr")
         streams.push(0, "one")
         assert output.getvalue() == ""
-        streams.push(1, "two\nthr")
-        assert output.getvalue() == "[2] two\n"
         streams.push(0, " and a line far longer than the console\nlast")
-        assert output.getvalue() == ("[2] two\n[1] one and a line far longer than the console\n")
-    assert output.getvalue().splitlines()[2:] == ["[1] last", "[2] thr"]
+        assert output.getvalue() == "[1] one and a line far longer than the console\n"
+        streams.end(2)
+        streams.push(1, "ee\nfo")
+        streams.end(0)
+        assert output.getvalue().splitlines()[1:] == ["[1] last", "[2] two", "[2] three"]
+        streams.push(1, "ur")
+    assert output.getvalue().splitlines()[4:] == ["[2] four"]
+
+
+def test_an_answer_ends_with_its_last_token(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(TextStreams, "end", lambda _self, index: ended.append(index))
+    run(folder, compare=False)
+    assert sorted(ended) == [0, 1, 2]
+
+
+def test_colours_alone_do_not_make_a_terminal(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    arguments = ["demo", *prompts("ab", "cd"), "--model", str(folder), "--max-new-tokens", "3"]
+    assert main([*arguments, "--device", "cpu", "--no-compare"]) == 0
+    printed = capsys.readouterr().out
+    codes = set(re.findall(r"\x1b\[[0-9;?]*([A-Za-z])", printed))
+    assert codes <= {"m"}, codes
+    assert "\r" not in printed
 
 
 def test_bars_are_shown_on_a_terminal_only() -> None:
@@ -265,9 +309,10 @@ def test_bad_input_is_one_line_and_exit_code_2(
     short.write_bytes(b"GGUF\x03\0\0\0\x01")
     assert "truncated" in refused(capsys, "--model", str(short), "--device", "cpu")
     assert "prompt 2 is empty" in refused(capsys, *prompts("a", "  "), *tiny)
-    assert "dtype 'int8'" in refused(capsys, *tiny, "--dtype", "int8")
-    assert "device 'tpu'" in refused(capsys, *tiny, "--device", "tpu")
-    assert "temperature is nan" in refused(capsys, *tiny, "--temperature", "nan")
+    assert "--dtype int8: accepted are auto" in refused(capsys, *tiny, "--dtype", "int8")
+    assert "--device tpu: accepted are auto" in refused(capsys, *tiny, "--device", "tpu")
+    nan = refused(capsys, *tiny, "--temperature", "nan")
+    assert nan == "error: --temperature nan: accepted are numbers from 0.\n"
     assert "prompt 1 has 200 tokens" in refused(capsys, *prompts("x" * 200), *tiny)
     assert "holds 128 for a request" in refused(capsys, *prompts("x" * 100), *tiny)
     many = (*prompts(*["a"] * 65), "--max-new-tokens", "1")
@@ -312,11 +357,62 @@ def test_dtypes() -> None:
     assert resolve_dtype(DemoOptions(dtype="float16"), cpu) is torch.float16
 
 
-def test_numbers_that_cannot_run() -> None:
-    with pytest.raises(ConfigError, match="no prompt"):
-        check_options(DemoOptions(prompts=()))
-    with pytest.raises(ConfigError, match="max_new_tokens is 0"):
-        check_options(DemoOptions(max_new_tokens=0))
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"prompts": ()}, "prompts is empty"),
+        ({"prompts": "hello"}, r"prompts is 'hello' \(str\); accepted is a tuple of texts"),
+        ({"prompts": ("a", 5)}, "prompt 2 is 5; accepted is a text"),
+        ({"prompts": ("a", " ")}, "prompt 2 is empty"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0; accepted are integers from 1"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens is 2.5"),
+        ({"temperature": -0.5}, "temperature is -0.5; accepted are finite numbers from 0"),
+        ({"temperature": "warm"}, "temperature is 'warm'"),
+        ({"seed": 1.0}, "seed is 1.0; accepted are integers"),
+        ({"compare": "no"}, "compare is 'no'"),
+        ({"device": "tpu"}, "device='tpu'; accepted are auto, cpu, cuda"),
+        ({"dtype": None}, "dtype=None; accepted are auto, float32"),
+        ({"model": "m.gguf"}, r"model is 'm.gguf' \(str\); accepted is a Path"),
+        ({"json_path": "x.json"}, r"--json is 'x.json' \(str\)"),
+    ],
+)
+def test_options_that_cannot_run(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        check_options(DemoOptions(**changes))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"shape": "llama4"}, "llama3-8b, "),
+        ({"batches": ()}, "batches is empty"),
+        ({"batches": "8"}, r"batches is '8' \(str\); accepted is a tuple"),
+        ({"batches": (8, 1.5)}, "a batch is 1.5; accepted are integers from 1"),
+        ({"context": 0}, "context is 0; accepted are integers from 1"),
+        ({"context": "9"}, r"context is '9' \(str\)"),
+        ({"provider": "nobody"}, "provider='nobody'; accepted are"),
+        ({"attention": None}, "attention=None; accepted are auto, flashinfer, torch"),
+        ({"replays": 2.0}, "replays is 2.0"),
+        ({"seed": "a"}, "seed is 'a'"),
+    ],
+)
+def test_shape_options_of_any_type_are_refused_in_one_line(
+    changes: dict[str, Any], words: str
+) -> None:
+    options: Any = replace(ShapeOptions("llama3-8b"), **changes)
+    with pytest.raises(ConfigError, match=words) as caught:
+        check_shape_options(options)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a GPU that must be absent")
+def test_a_wrong_value_is_named_before_what_the_machine_lacks(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    gpu = ("--device", "cuda", "--model", str(tmp_path / "absent.gguf"))
+    assert "absent.gguf" in refused(capsys, *gpu)
+    assert "is a folder" in refused(capsys, *gpu, "--json", str(tmp_path))
 
 
 def test_the_report_is_written_whole_or_not_at_all(
@@ -342,6 +438,10 @@ def test_the_report_is_written_whole_or_not_at_all(
         write_atomically(tmp_path, "text")
     with pytest.raises(ConfigError, match="does not exist"):
         write_atomically(tmp_path / "none" / "report.json", "text")
+    with pytest.raises(ConfigError, match="is no folder"):
+        write_atomically(path / "report.json", "text")
+    with pytest.raises(ConfigError, match="no plain file, and would be replaced"):
+        write_atomically(Path(os.devnull), "text")
 
 
 def test_the_default_model_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

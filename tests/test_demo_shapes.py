@@ -24,10 +24,16 @@ from fusedops.errors import ConfigError, DeviceError, UnsupportedError
 from serving_demo import step_bench
 from serving_demo.cache import PagedKVCache
 from serving_demo.config import ModelConfig, expected_tensors
+from serving_demo.options import ShapeOptions
 from serving_demo.random_model import fill_cache, random_model, weight_bytes
 from serving_demo.shapes import SHAPES
 from serving_demo.state import decode_step
-from serving_demo.step_bench import OURS, TORCH_GRAPH, ShapeOptions, measure_shape, run_shapes
+from serving_demo.step_bench import (
+    OURS,
+    TORCH_GRAPH,
+    measure_shape,
+    run_shapes,
+)
 from serving_demo.step_model import ADVANCES, FusedStep, StepBatch, StepProviders
 from serving_demo.step_report import StepRow, step_row, steps_table, write_steps
 from serving_demo.step_timing import HostWorkRunner, Oracle, StepTimes
@@ -492,14 +498,14 @@ def test_a_file_of_another_schema_is_refused(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--shape", "llama4"], "llama3-8b, llama3.2-1b, qwen2.5-7b, llama3-70b-tp8"),
-        (["--batch", "0"], "each >= 1"),
-        (["--batch", "8,8"], "name each once"),
+        (["--batch", "0"], "--batch 0: accepted are whole numbers from 1"),
+        (["--batch", "8,8"], "each size once (--batch)"),
         (["--batch", "1,x"], "--batch 1,x: accepted are whole numbers"),
-        (["--context", "0"], "accepted are 1 to 8,177"),
+        (["--context", "0"], "--context 0: accepted are whole numbers from 1"),
         (["--context", "8178"], "accepted are 1 to 8,177"),
         (["--provider", "nobody"], "cublas"),
         (["--attention", "none"], "auto, flashinfer, torch"),
-        (["--replays", "0"], "1 and above"),
+        (["--replays", "0"], "--replays 0: accepted are whole numbers from 1"),
         (["--json", "no/such/folder/x.json"], "does not exist"),
     ],
 )
@@ -554,6 +560,7 @@ def test_a_run_prints_its_table_and_notes_and_writes_its_rows(
         "batch 8, fusedops: failed: wrong page",
     ):
         assert part in text.getvalue()
+    assert text.getvalue().splitlines()[-1] == f"file written: {path}"
 
 
 def test_too_little_memory_is_said_before_anything_is_made(

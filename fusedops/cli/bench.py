@@ -7,23 +7,29 @@ from typing import Annotated
 
 import typer
 
+from fusedops.cli.options import path, whole
 from fusedops.cli.output import console, print_table
-from serving_demo.files import require_writable_target
+from fusedops.cli.usage import help_when_alone
+from serving_demo.files import require_writable_target, written_line
 
 __all__ = ["app"]
 
 EXIT_FAILED = 1
 
-app = typer.Typer(help="Measurements that write a report.", no_args_is_help=True)
+app = typer.Typer(
+    help="Measurements that write a report.",
+    callback=help_when_alone,
+    invoke_without_command=True,
+)
 
 
 @app.command()
 def host(
     json_path: Annotated[
-        Path | None, typer.Option("--json", help="Also write the figures to this file.")
+        Path | None, path("--json", "Also write the figures to this file", default="no file")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Samples of each call.")] = 25,
-    calls: Annotated[int, typer.Option(min=1, help="Calls in each sample.")] = 300,
+    rounds: Annotated[int, whole("--rounds", "Samples of each call", minimum=1)] = 25,
+    calls: Annotated[int, whole("--calls", "Calls in each sample", minimum=1)] = 300,
 ) -> None:
     """Microseconds that a small call takes on the CPU; exit code 1 where a result is wrong."""
     from fusedops.bench.host import K, N, measure_host, target_of, write_host
@@ -50,5 +56,6 @@ def host(
     out.print(f"{wanted}: {verdict}", soft_wrap=True)
     if json_path is not None:
         write_host(json_path, rows, target)
+        out.print(written_line(json_path), markup=False, soft_wrap=True)
     if not all(isinstance(row.outcome, Measurement) for row in rows):
         raise typer.Exit(EXIT_FAILED)

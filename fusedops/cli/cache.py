@@ -6,7 +6,9 @@ from typing import Annotated
 
 import typer
 
+from fusedops.cli.options import flag, number, text
 from fusedops.cli.output import console, format_age, format_bytes, print_table
+from fusedops.cli.usage import help_when_alone
 from fusedops.jit import cache as kernel_cache
 from fusedops.jit.location import CACHE_VARIABLE
 
@@ -15,7 +17,11 @@ __all__ = ["app", "describe_cache"]
 EXIT_DAMAGED = 1
 SECONDS_A_DAY = 86_400.0
 
-app = typer.Typer(help="The cache of compiled kernels.", no_args_is_help=True)
+app = typer.Typer(
+    help="The cache of compiled kernels.",
+    callback=help_when_alone,
+    invoke_without_command=True,
+)
 
 
 def _where() -> str:
@@ -84,14 +90,19 @@ def verify() -> None:
 
 @app.command()
 def clear(
-    family: Annotated[str | None, typer.Option(help="Only kernels of this family.")] = None,
-    arch: Annotated[str | None, typer.Option(help="Only kernels for this architecture.")] = None,
-    older_than_days: Annotated[
-        float | None, typer.Option(min=0, help="Only kernels built longer ago.")
+    family: Annotated[
+        str | None, text("--family", "Only kernels of this family, as listed", default="all")
     ] = None,
-    damaged: Annotated[bool, typer.Option("--damaged", help="Only damaged kernels.")] = False,
+    arch: Annotated[
+        str | None, text("--arch", "Only kernels for this architecture, as listed", default="all")
+    ] = None,
+    older_than_days: Annotated[
+        float | None,
+        number("--older-than-days", "Only kernels built longer ago", minimum=0, default="all"),
+    ] = None,
+    damaged: Annotated[bool, flag("--damaged", "Only damaged kernels")] = False,
     leftovers: Annotated[
-        bool, typer.Option("--leftovers", help="No sound kernel, only what killed builds left.")
+        bool, flag("--leftovers", "No sound kernel, only what killed builds left")
     ] = False,
 ) -> None:
     """Remove stored kernels (all, without options); one that is being built right now stays."""

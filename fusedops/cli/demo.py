@@ -6,93 +6,166 @@ real model's shape is measured with random weights on a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
+from fusedops.cli.options import choice, flag, number, path, text, whole, whole_numbers
+from fusedops.cli.output import console
 from fusedops.errors import ConfigError, UnsupportedError
+from fusedops.providers.gemm import GEMM_PROVIDERS
+from serving_demo.options import (
+    ATTENTIONS,
+    DEFAULT_MODEL,
+    DEVICES,
+    DTYPES,
+    DemoOptions,
+    ShapeOptions,
+)
 from serving_demo.shapes import SHAPES
 
 __all__ = ["demo"]
 
 EXIT_FAILED = 1
 _MODEL, _SHAPE = "Real model", "Random weights of a real shape (--shape)"
+_BATCHES = ",".join(map(str, ShapeOptions.batches))
 
 
 def demo(
     prompt: Annotated[
         list[str] | None,
-        typer.Option(help="A prompt; repeat it for several at once.", rich_help_panel=_MODEL),
+        text(
+            "--prompt",
+            "A prompt, any text; repeat it for several at once, up to 64",
+            default=f"{len(DemoOptions.prompts)} of the demo's own",
+            panel=_MODEL,
+        ),
     ] = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens for each prompt.", rich_help_panel=_MODEL)
+        int | None,
+        whole(
+            "--max-new-tokens",
+            "Tokens for each prompt",
+            minimum=1,
+            default=str(DemoOptions.max_new_tokens),
+            panel=_MODEL,
+        ),
     ] = None,
     model: Annotated[
         Path | None,
-        typer.Option(
-            help="A GGUF file or a Hugging Face folder; default: SmolLM2-135M-Instruct.",
-            rich_help_panel=_MODEL,
+        path(
+            "--model",
+            "A GGUF file, or a folder as Hugging Face lays it out, on this machine",
+            default=DEFAULT_MODEL,
+            panel=_MODEL,
         ),
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="auto, cpu or cuda.", rich_help_panel=_MODEL)
+        str | None,
+        choice("--device", "Where it runs", DEVICES, default=DemoOptions.device, panel=_MODEL),
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(help="auto, float32, bfloat16 or float16.", rich_help_panel=_MODEL),
+        choice(
+            "--dtype",
+            "Of weights, activations and cache",
+            DTYPES,
+            default=f"{DemoOptions.dtype}: float32 on the CPU, bfloat16 on a GPU",
+            panel=_MODEL,
+        ),
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(help="0 decodes greedily.", rich_help_panel=_MODEL)
+        float | None,
+        number(
+            "--temperature",
+            "Of the sampling, where 0 decodes greedily",
+            minimum=0,
+            default=f"{DemoOptions.temperature:g}",
+            panel=_MODEL,
+        ),
     ] = None,
     compare: Annotated[
         bool | None,
-        typer.Option(
+        flag(
             "--compare/--no-compare",
-            help="Run plain transformers on the same prompts.",
-            rich_help_panel=_MODEL,
+            "Run plain transformers on the same prompts, or not",
+            default="compare",
+            panel=_MODEL,
         ),
     ] = None,
     shape: Annotated[
         str | None,
-        typer.Option(
-            help=f"Measure this shape's decode step: {', '.join(SHAPES)}.", rich_help_panel=_SHAPE
-        ),
+        choice("--shape", "Measure this shape's decode step", SHAPES, default="none", panel=_SHAPE),
     ] = None,
     batch: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="N[,N...]", help="Requests a step; repeatable.", rich_help_panel=_SHAPE
+        text(
+            "--batch",
+            "Requests a step: whole numbers from 1; repeatable",
+            "N[,N...]",
+            default=_BATCHES,
+            panel=_SHAPE,
         ),
     ] = None,
     context: Annotated[
-        int | None, typer.Option(help="Length of each request.", rich_help_panel=_SHAPE)
+        int | None,
+        whole(
+            "--context",
+            "Length of each request",
+            minimum=1,
+            default=str(ShapeOptions.context),
+            panel=_SHAPE,
+        ),
     ] = None,
     provider: Annotated[
-        str | None, typer.Option(help="Who runs the products.", rich_help_panel=_SHAPE)
+        str | None,
+        choice(
+            "--provider",
+            "Who runs the products",
+            GEMM_PROVIDERS,
+            default=ShapeOptions.provider,
+            panel=_SHAPE,
+        ),
     ] = None,
     attention: Annotated[
-        str | None, typer.Option(help="auto, flashinfer or torch.", rich_help_panel=_SHAPE)
+        str | None,
+        choice(
+            "--attention",
+            "Who runs attention",
+            ATTENTIONS,
+            default=ShapeOptions.attention,
+            panel=_SHAPE,
+        ),
     ] = None,
     tensor_cores: Annotated[
         bool | None,
-        typer.Option(
+        flag(
             "--tensor-cores",
-            help="FlashInfer's tensor-core decode kernel.",
-            rich_help_panel=_SHAPE,
+            "FlashInfer's tensor-core decode kernel",
+            default="its CUDA-core one",
+            panel=_SHAPE,
         ),
     ] = None,
     replays: Annotated[
-        int | None, typer.Option(help="Timed steps a row.", rich_help_panel=_SHAPE)
+        int | None,
+        whole(
+            "--replays",
+            "Timed steps a row",
+            minimum=1,
+            default=str(ShapeOptions.replays),
+            panel=_SHAPE,
+        ),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="Seed of the sampling, or of the weights.")
+        int | None,
+        whole("--seed", "Seed of the sampling, or of the weights", default=str(DemoOptions.seed)),
     ] = None,
     json_path: Annotated[
-        Path | None, typer.Option("--json", help="Also write the figures to this file.")
+        Path | None, path("--json", "Also write the figures to this file", default="no file")
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print errors only.")] = False,
+    quiet: Annotated[bool, flag("--quiet", "Print errors only")] = False,
 ) -> None:
     """Decode prompts with a real model, and show tokens/s, ms a step and GB/s.
 
@@ -108,7 +181,7 @@ def demo(
         "compare": compare,
     }
     of_shape: dict[str, Any] = {
-        "batches": _sizes(batch) if batch else None,
+        "batches": _sizes(batch or ()),
         "context": context,
         "provider": provider,
         "attention": attention,
@@ -117,19 +190,18 @@ def demo(
     }
     _refuse_other_mode(shape, of_model if shape is not None else of_shape)
     of_both = {"seed": seed, "json_path": json_path}
-    console = Console(quiet=quiet)
+    target = console(quiet=quiet)
     if shape is not None:
-        from serving_demo.step_bench import ShapeOptions, run_shapes
+        from serving_demo.step_bench import run_shapes
 
-        rows = run_shapes(ShapeOptions(shape, **_given(of_shape | of_both)), console)
+        rows = run_shapes(ShapeOptions(shape, **_given(of_shape | of_both)), target)
         if any(row.ms is None for row in rows):
             raise typer.Exit(EXIT_FAILED)
         return
     try:
-        from serving_demo.options import DemoOptions
         from serving_demo.run import run_demo
 
-        run_demo(DemoOptions(**_given(of_model | of_both)), console)
+        run_demo(DemoOptions(**_given(of_model | of_both)), target)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] in ("fusedops", "serving_demo"):
             raise
@@ -144,15 +216,9 @@ def _given(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _sizes(texts: list[str]) -> tuple[int, ...]:
-    """The numbers of ``--batch 1,8 --batch 32``."""
-    try:
-        return tuple(int(size) for text in texts for size in text.split(","))
-    except ValueError:
-        raise ConfigError(
-            f"--batch {' '.join(texts)}: accepted are whole numbers, e.g. --batch 1,8 or "
-            "--batch 1 --batch 8."
-        ) from None
+def _sizes(texts: Sequence[str]) -> tuple[int, ...] | None:
+    """The numbers of ``--batch 1,8 --batch 32``; None where it was not given."""
+    return tuple(size for text in texts for size in whole_numbers("--batch", text)) or None
 
 
 _FLAGS = {"prompts": "--prompt", "batches": "--batch", "compare": "--compare/--no-compare"}

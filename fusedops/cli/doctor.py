@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -19,9 +20,9 @@ from rich.text import Text
 
 import fusedops
 from fusedops.cli.cache import describe_cache
-from fusedops.cli.output import console, print_table, yes_or_no
+from fusedops.cli.output import console, print_facts, print_table, yes_or_no
 from fusedops.errors import FusedOpsError
-from fusedops.jit.location import CacheSettings
+from fusedops.jit.location import OVERLAY_VARIABLE, CacheSettings, require_overlay
 from fusedops.jit.store import COMPILE_VARIABLE, compiling_allowed
 from fusedops.providers.base import PROVIDER_ORDER, SUPPORTED, Support, unsupported
 
@@ -226,18 +227,38 @@ def cache_rows() -> Iterable[tuple[str, str]]:
     """The state of the kernel cache: (fact, value)."""
     try:
         yield "folder", describe_cache()
+    except (FusedOpsError, OSError) as error:
+        yield "folder", _not_usable(error)
+    try:
+        overlays = CacheSettings.from_environment().overlays
     except FusedOpsError as error:
-        yield "folder", f"not usable: {error}"
-    settings = CacheSettings.from_environment()
-    yield "prebuilt folders", ", ".join(map(str, settings.overlays)) or "none"
+        yield "prebuilt folder", _not_usable(error)
+    else:
+        for overlay in overlays:
+            yield "prebuilt folder", _overlay_state(overlay)
+        if not overlays:
+            yield "prebuilt folder", f"none ({OVERLAY_VARIABLE} is not set)"
     yield "compiling", "allowed" if compiling_allowed() else f"off ({COMPILE_VARIABLE}=0)"
+
+
+def _overlay_state(folder: Path) -> str:
+    try:
+        require_overlay(folder)
+    except (FusedOpsError, OSError) as error:
+        return _not_usable(error)
+    return str(folder)
+
+
+def _not_usable(error: Exception) -> str:
+    """The reason in one line: this is a list of facts."""
+    return f"not usable: {' '.join(str(error).split())}"
 
 
 def doctor() -> None:
     """Show GPU, driver, versions, every provider and why it is or is not usable, and the cache."""
     target = console()
-    print_table(target, "Machine", ("fact", "value"), machine_rows(), header=False)
+    print_facts(target, "Machine", machine_rows())
     versions = ((p.distribution, version_of(p.distribution) or "-", p.purpose) for p in PACKAGES)
     print_table(target, "Packages (-: not installed)", ("package", "version", "for"), versions)
     print_providers(target)
-    print_table(target, "Kernel cache", ("fact", "value"), cache_rows(), header=False)
+    print_facts(target, "Kernel cache", cache_rows())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -9,18 +11,22 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fusedops.cli.options import shown
 from fusedops.errors import ConfigError, DeviceError
 
 __all__ = [
+    "DTYPE_WORDS",
     "console",
     "format_age",
     "format_bytes",
     "parse_device",
-    "parse_dtype",
     "print_error",
+    "print_facts",
     "print_table",
     "yes_or_no",
 ]
+
+_DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,4})?")
 
 DTYPE_WORDS: dict[str, torch.dtype] = {
     "f32": torch.float32,
@@ -34,15 +40,38 @@ DTYPE_WORDS: dict[str, torch.dtype] = {
 }
 
 
-def console() -> Console:
-    """A console on today's stdout; numbers and paths are left as they are."""
-    return Console(highlight=False)
+def console(*, stderr: bool = False, quiet: bool = False) -> Console:
+    """A console on today's stdout or stderr; numbers and paths are left as they are.
+
+    Bars and panels that move the cursor need a real terminal: FORCE_COLOR colours a log, but must
+    not fill it with cursor movements.
+    """
+    stream = sys.stderr if stderr else sys.stdout
+    terminal = stream.isatty()
+    return Console(
+        stderr=stderr,
+        quiet=quiet,
+        highlight=False,
+        force_interactive=None if terminal else False,
+    )
 
 
 def print_error(message: str) -> None:
     """``error: message`` in red on stderr; lines are not wrapped, so that they can be searched."""
-    line = Text("error: ", style="bold red").append(message, style="red")
-    Console(stderr=True, highlight=False).print(line, soft_wrap=True)
+    from serving_demo.console import printable
+
+    line = Text("error: ", style="bold red").append(printable(message), style="red")
+    console(stderr=True).print(line, soft_wrap=True)
+
+
+def print_facts(target: Console, title: str, rows: Iterable[tuple[str, str]]) -> None:
+    """A title, then ``fact  value`` a line; values are not wrapped, so that one can search them."""
+    target.print(Text(title, style="bold"))
+    facts = list(rows)
+    width = max((len(fact) for fact, _ in facts), default=0)
+    for fact, value in facts:
+        target.print(f"{fact:<{width}}  {value}", markup=False, soft_wrap=True)
+    target.print()
 
 
 def print_table(
@@ -50,12 +79,10 @@ def print_table(
     title: str,
     columns: Sequence[str],
     rows: Iterable[Iterable[str | Text]],
-    *,
-    header: bool = True,
 ) -> None:
     """A title, then a table without a frame; cells wrap, and their text is taken literally."""
     target.print(Text(title, style="bold"))
-    table = Table(box=None, pad_edge=False, show_header=header, header_style="dim")
+    table = Table(box=None, pad_edge=False, header_style="dim")
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:
@@ -87,14 +114,6 @@ def format_age(age_s: float) -> str:
     return f"{age_s:.0f} s"
 
 
-def parse_dtype(option: str, word: str) -> torch.dtype:
-    """The dtype that the user means by ``word``; ConfigError if there is none."""
-    dtype = DTYPE_WORDS.get(word.lower())
-    if dtype is None:
-        raise ConfigError(f"{option} {word}: unknown dtype; accepted are {', '.join(DTYPE_WORDS)}.")
-    return dtype
-
-
 def parse_device(option: str, word: str) -> str:
     """``word`` if it names a device that this process can use.
 
@@ -103,8 +122,8 @@ def parse_device(option: str, word: str) -> str:
         DeviceError: it names a GPU that torch does not see.
     """
     kind, _, index = word.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
-        raise ConfigError(f"{option} {word}: unknown device; accepted are cpu, cuda and cuda:N.")
+    if not _DEVICE.fullmatch(word):
+        raise ConfigError(f"{option} {shown(word)}: accepted are cpu, cuda and cuda:N.")
     if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
         raise DeviceError(
             f"{option} {word}: torch {torch.__version__} sees {torch.cuda.device_count()} CUDA "

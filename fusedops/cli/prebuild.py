@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-import json
+import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,13 +12,15 @@ from typing import TYPE_CHECKING, Annotated
 import torch
 import typer
 
-from fusedops.cli.output import console, format_bytes, parse_dtype
+from fusedops.cli.options import choice, path, whole
+from fusedops.cli.output import DTYPE_WORDS, console, format_bytes
 from fusedops.cli.tune import compile_all
-from fusedops.errors import ConfigError, LoadError
+from fusedops.errors import ConfigError
 from fusedops.jit.cache import total_bytes
 from fusedops.jit.dsl import require_compiler
-from fusedops.jit.location import OVERLAY_VARIABLE, CacheSettings
+from fusedops.jit.location import OVERLAY_VARIABLE, CacheSettings, make_dir
 from fusedops.jit.prebuild import KernelPool
+from serving_demo.shapes import SHAPES
 
 if TYPE_CHECKING:
     from fusedops.bench.precompile import Target
@@ -27,7 +30,11 @@ if TYPE_CHECKING:
 __all__ = ["prebuild"]
 
 EXIT_FAILED = 1
-DTYPES = (torch.bfloat16, torch.float16)
+READABLE_FOR_ALL = 0o755
+ARCHS = ("sm_90a",)
+DTYPES = tuple(
+    word for word, dtype in DTYPE_WORDS.items() if dtype in (torch.bfloat16, torch.float16)
+)
 
 _EVERY_M = 64
 _BLOCK = 32
@@ -43,22 +50,56 @@ def model_config(model: str) -> ModelConfig:
         LoadError: the file cannot be read, or describes no model of this family.
     """
     from serving_demo.config import config_from_hf
-    from serving_demo.shapes import SHAPES
+    from serving_demo.files import read_json
 
     if model in SHAPES:
         return SHAPES[model].config
-    path = Path(model) / "config.json"
-    if not path.is_file():
+    file = Path(model) / "config.json"
+    if not file.is_file():
+        state = f"the folder {model} has no config.json" if Path(model).is_dir() else "no folder"
         raise ConfigError(
-            f"prebuild {model}: neither a folder with a config.json nor one of {', '.join(SHAPES)}."
+            f"prebuild {model}: {state}; accepted are a folder with a config.json on this machine "
+            f"(nothing is downloaded), and the names {', '.join(SHAPES)}."
         )
+    return config_from_hf(read_json(file), str(file))
+
+
+def require_folder_to_fill(folder: Path) -> None:
+    """Raise ConfigError unless kernels can be put into ``folder``, there already or to be made."""
+    other = "name another folder with --out"
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        raise ConfigError(f"--out {folder}: {nearest} is a file; accepted is a folder, so {other}.")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ConfigError(f"--out {folder}: {nearest} is not writable; {other}.")
+    if nearest != folder:
+        return
+    status = folder.stat()
+    if status.st_uid != os.geteuid():
+        raise ConfigError(
+            f"--out {folder}: the folder belongs to uid {status.st_uid}; accepted is one of uid "
+            f"{os.geteuid()}, whose kernels are yours; {other}."
+        )
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigError(
+            f"--out {folder}: the folder has mode {stat.S_IMODE(status.st_mode):04o}, so others "
+            f"can write it; run `chmod go-w {folder}`, or {other}."
+        )
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder as the store would; one line here, instead of one for every kernel.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise LoadError(f"{path}: not readable as JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise LoadError(f"{path}: holds a {type(values).__name__}; expected a JSON object.")
-    return config_from_hf(values, str(path))
+        make_dir(folder.absolute(), READABLE_FOR_ALL)
+    except OSError as error:
+        raise ConfigError(
+            f"--out {folder}: the folder cannot be made ({error.strerror or error}); name another "
+            "one with --out."
+        ) from None
 
 
 def rows_to_ask(most: int) -> list[int]:
@@ -82,14 +123,20 @@ def model_problems(
 
 def prebuild(
     model: Annotated[
-        str, typer.Argument(help="A Hugging Face folder, or a shape's name, e.g. llama3-8b.")
+        str,
+        typer.Argument(
+            metavar="MODEL", help=f"A folder with a config.json, or a shape: {', '.join(SHAPES)}."
+        ),
     ],
-    out: Annotated[Path, typer.Option(help=f"The folder to fill, for {OVERLAY_VARIABLE}.")],
-    arch: Annotated[str, typer.Option(help="Architecture to compile for.")] = "sm_90a",
-    dtype: Annotated[str, typer.Option(help="bf16 or f16.")] = "bf16",
-    rows: Annotated[int, typer.Option(min=1, help="Most tokens of one prefill.")] = 8192,
+    out: Annotated[
+        Path, path("--out", f"The folder to fill, new or existing, for {OVERLAY_VARIABLE}")
+    ],
+    arch: Annotated[str, choice("--arch", "Architecture to compile for", ARCHS)] = ARCHS[0],
+    dtype: Annotated[str, choice("--dtype", "Dtype of activations and weights", DTYPES)] = "bf16",
+    rows: Annotated[int, whole("--rows", "Most tokens of one prefill", minimum=1)] = 8192,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes that compile; default: one a core.")
+        int | None,
+        whole("--workers", "Processes that compile", minimum=1, default="one a core, at most 32"),
     ] = None,
 ) -> None:
     """Compile the GEMM kernels that a model needs into a folder; needs no GPU.
@@ -98,28 +145,22 @@ def prebuild(
     """
     from fusedops.bench.precompile import H200, program_of
 
-    if arch != H200.arch:
-        raise ConfigError(f"--arch {arch}: accepted is {H200.arch}.")
-    x_dtype = parse_dtype("--dtype", dtype)
-    if x_dtype not in DTYPES:
-        raise ConfigError(f"--dtype {dtype}: the kernels multiply bf16 and f16.")
     config = model_config(model)
+    require_folder_to_fill(out)
     require_compiler()
+    make_folder(out)
     target = console()
     with KernelPool(arch, CacheSettings(out.absolute()), shared=True, workers=workers) as pool:
         works = {
             pool.submit(work): work
             for work in (
                 functools.partial(program_of, problem)
-                for problem in model_problems(config, H200, rows, x_dtype)
+                for problem in model_problems(config, H200, rows, DTYPE_WORDS[dtype])
             )
         }
         failed = compile_all(pool, works, target)
     size = format_bytes(total_bytes(out.absolute()))
-    target.print(
-        f"{size} in {out}; use it with {OVERLAY_VARIABLE}={out.absolute()}",
-        markup=False,
-        soft_wrap=True,
-    )
+    target.print(f"use them with {OVERLAY_VARIABLE}={out.absolute()}", markup=False, soft_wrap=True)
+    target.print(f"folder written: {out} ({size})", markup=False, soft_wrap=True)
     if failed:
         raise typer.Exit(EXIT_FAILED)

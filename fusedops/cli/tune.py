@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,12 +14,15 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from fusedops.cli.options import choice, flag, number, path, text, whole, whole_numbers
 from fusedops.cli.output import console, print_table
 from fusedops.config.files import tuned_path
 from fusedops.errors import ConfigError, DeviceError
 from fusedops.jit.dsl import require_compiler
 from fusedops.jit.location import CacheSettings
 from fusedops.jit.prebuild import KernelPool
+from serving_demo.files import require_writable_target, written_line
+from serving_demo.shapes import SHAPES
 
 if TYPE_CHECKING:
     from fusedops.bench.tune_problems import TuneProblem
@@ -35,22 +39,20 @@ def parse_rows(text: str) -> list[int]:
     Raises:
         ConfigError: something in it is no positive integer.
     """
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() and int(word) >= 1 for word in words):
-        raise ConfigError(f"--m {text}: accepted is a list of positive integers, e.g. 16,64,2048.")
-    return [int(word) for word in words]
+    return whole_numbers("--m", text)
 
 
 @contextmanager
 def progress_bar(what: str, total: int) -> Iterator[Progress]:
-    """A bar on stderr with one task; on anything but a terminal, nothing but its last state."""
+    """A bar on stderr with one task; nothing on anything but a terminal."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    target = console(stderr=True)
+    with Progress(*columns, console=target, disable=not target.is_interactive) as bar:
         bar.add_task(what, total=total)
         yield bar
 
@@ -72,8 +74,9 @@ def compile_all(pool: KernelPool, works: Mapping[str, Any], target: Console) -> 
     counts = dict.fromkeys(("compiled", "disk", "overlay", "failed"), 0)
     for result in results:
         counts[result.origin] += 1
-        if not result.ok:
-            target.print(result.reason, markup=False, soft_wrap=True)
+    # What keeps one kernel from being made mostly keeps all of them, and is worth one line.
+    for reason, count in Counter(result.reason for result in results if not result.ok).items():
+        target.print(f"{count} kernel(s): {reason}", markup=False, soft_wrap=True)
     target.print(
         f"{len(results)} kernel(s) in {time.monotonic() - started:.1f} s: "
         f"{counts['compiled']} compiled, {counts['disk'] + counts['overlay']} there already, "
@@ -112,29 +115,49 @@ def _print_choices(
 
 def tune(
     model: Annotated[
-        list[str] | None, typer.Option(help="A model's shape, e.g. llama3-8b; repeatable.")
+        list[str] | None,
+        choice(
+            "--model", "A model's products, by its shape", SHAPES, default="none", repeatable=True
+        ),
     ] = None,
     shape: Annotated[
         list[str] | None,
-        typer.Option(help="N,K or N,K,KIND with KIND bias, residual or gate; repeatable."),
+        text(
+            "--shape",
+            "One product, with KIND bias, residual or gate; N and K are multiples of 8; repeatable",
+            "N,K[,KIND]",
+            default="none",
+        ),
     ] = None,
-    m: Annotated[str, typer.Option("--m", help="Rows of the activations.")] = DEFAULT_ROWS,
+    m: Annotated[
+        str,
+        text(
+            "--m",
+            "Rows of the activations: whole numbers from 1",
+            "M[,M...]",
+            default=DEFAULT_ROWS.replace(",", ", "),
+        ),
+    ] = DEFAULT_ROWS,
     minutes: Annotated[
-        float | None, typer.Option(min=0, help="Begin no problem after this time.")
+        float | None,
+        number("--minutes", "Begin no problem after this time", minimum=0, default="no limit"),
     ] = None,
     top: Annotated[
-        int, typer.Option(min=1, help="Tilings of each kernel to try, by predicted time.")
+        int,
+        whole("--top", "Tilings of each kernel to try, by predicted time", minimum=1),
     ] = 6,
     out: Annotated[
-        Path | None, typer.Option(help="The file; default: the one that fusedops reads.")
+        Path | None,
+        path("--out", "The file for the choices", default="the one that fusedops reads"),
     ] = None,
     compile_only: Annotated[
-        bool, typer.Option("--compile-only", help="Compile the candidates; needs no GPU.")
+        bool, flag("--compile-only", "Compile the candidates; needs no GPU")
     ] = False,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes that compile; default: one a core.")
+        int | None,
+        whole("--workers", "Processes that compile", minimum=1, default="one a core, at most 32"),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Measure current rows again.")] = False,
+    force: Annotated[bool, flag("--force", "Measure current rows again")] = False,
 ) -> None:
     """Measure tilings of the GEMM kernels on this GPU and keep the fastest for each product."""
     from fusedops.bench import tune as tuning
@@ -142,14 +165,23 @@ def tune(
     from fusedops.bench.precompile import H200
     from fusedops.bench.tune_file import TuneFile, sources_hash
     from fusedops.bench.tune_measure import measure_on_gpu
-    from fusedops.bench.tune_problems import candidate_work, target_of, tune_problems
-    from serving_demo.shapes import shape_by_name
+    from fusedops.bench.tune_problems import (
+        candidate_work,
+        parse_shape,
+        target_of,
+        tune_problems,
+    )
 
     started = time.monotonic()
     if not model and not shape:
         raise ConfigError("tune: nothing to tune; give --model NAME or --shape N,K.")
     rows_m = parse_rows(m)
-    models = [(name, shape_by_name(name).config) for name in model or ()]
+    models = [(name, SHAPES[name].config) for name in model or ()]
+    # What is written wrong is named before what this machine lacks.
+    for one in shape or ():
+        parse_shape(one, rows_m[0])
+    if out is not None:
+        require_writable_target(out, "--out")
     if not torch.cuda.is_available() and not compile_only:
         raise DeviceError("tune: torch sees no CUDA device; --compile-only needs none.")
     has_gpu = torch.cuda.is_available()
@@ -169,15 +201,15 @@ def tune(
                 raise typer.Exit(EXIT_FAILED)
             return
         committed = tuned_path(gpu.gpu)
-        path = out or committed
-        file = TuneFile(path, collect_environment(), sources_hash(), start=committed)
+        chosen = out or committed
+        file = TuneFile(chosen, collect_environment(), sources_hash(), start=committed)
         deadline = None if minutes is None else started + 60 * minutes
         with progress_bar("tuning", len(problems)) as bar:
             task = bar.task_ids[0]
 
             def show(problem: TuneProblem, row: Mapping[str, Any] | None) -> None:
                 bar.update(task, advance=1, description=problem.label)
-                if row is not None and not target.is_terminal:
+                if row is not None and not target.is_interactive:
                     line = f"{problem.label}: {row['config']} {_us(row.get('us'))} us"
                     target.print(line, markup=False, soft_wrap=True)
 
@@ -199,7 +231,7 @@ def tune(
     )
     target.print(
         f"{len(done.measured)} measured, {len(done.skipped)} current, {len(done.left)} left, in "
-        f"{time.monotonic() - started:.0f} s; {path}",
-        markup=False,
-        soft_wrap=True,
+        f"{time.monotonic() - started:.0f} s"
     )
+    if done.measured:
+        target.print(written_line(chosen), markup=False, soft_wrap=True)

@@ -1,12 +1,15 @@
 """Argument checks shared by every operation: one wording, and no bad input ever reaches a kernel.
 
-They read shapes, strides, dtypes and devices only, so they also run under FakeTensor with symbolic
-sizes. ``op`` is the operation's name, ``name`` the argument's.
+They read types, shapes, strides, dtypes and devices only, so they also run under FakeTensor with
+symbolic sizes. ``op`` is the operation's name, ``name`` the argument's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import numbers
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +19,18 @@ from fusedops.errors import ConfigError, DeviceError, DTypeError, LayoutError, S
 __all__ = [
     "ACTIVATION_DTYPES",
     "describe",
+    "describe_value",
+    "require_argument_types",
     "require_choice",
     "require_dim",
     "require_dtype",
+    "require_finite",
+    "require_integer",
     "require_last_dim_contiguous",
+    "require_one_dtype",
     "require_same_device",
     "require_shape",
+    "require_tensor",
 ]
 
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -34,6 +43,96 @@ def describe(tensor: Tensor) -> str:
     return f"{dtype} {tuple(tensor.shape)} on {tensor.device}"
 
 
+def describe_value(value: object) -> str:
+    """``2.0 (float)``: how error messages name an argument that is no tensor."""
+    if isinstance(value, Tensor):
+        return f"a tensor, {describe(value)}"
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+
+
+def require_tensor(op: str, name: str, value: object, optional: bool = False) -> None:
+    """Raise DTypeError unless ``value`` is a tensor (or None, where that is accepted)."""
+    if not isinstance(value, Tensor) and not (optional and value is None):
+        accepted = "a torch.Tensor or None" if optional else "a torch.Tensor"
+        raise DTypeError(f"{op}: {name} is {describe_value(value)}; accepted: {accepted}.")
+
+
+def require_integer(op: str, name: str, value: object, minimum: int) -> None:
+    """Raise ConfigError unless ``value`` is an integer of at least ``minimum``."""
+    if not _is_integer(value) or not value >= minimum:  # type: ignore[operator]
+        raise ConfigError(
+            f"{op}: {name} is {describe_value(value)}; accepted are integers >= {minimum}."
+        )
+
+
+def require_finite(op: str, name: str, value: object) -> None:
+    """Raise ConfigError unless ``value`` is a finite number."""
+    if not _is_number(value) or not math.isfinite(value):  # type: ignore[arg-type]
+        raise ConfigError(f"{op}: {name} is {describe_value(value)}; accepted are finite numbers.")
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, (numbers.Integral, torch.SymInt)) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, torch.SymFloat) or (
+        isinstance(value, (numbers.Real, torch.SymInt)) and not isinstance(value, bool)
+    )
+
+
+def _is_list_of(kind: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, (list, tuple)) and all(map(kind, value))
+
+
+def _or_none(kind: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda value: value is None or kind(value)
+
+
+_SCHEMA_TYPES: dict[str, tuple[Callable[[object], bool], str]] = {
+    "Tensor": (_is_tensor, "a torch.Tensor"),
+    "Optional[Tensor]": (_or_none(_is_tensor), "a torch.Tensor or None"),
+    "List[Tensor]": (_is_list_of(_is_tensor), "a list of torch.Tensor"),
+    "List[Optional[Tensor]]": (
+        _is_list_of(_or_none(_is_tensor)),
+        "a list of torch.Tensor and None",
+    ),
+    "str": (lambda value: isinstance(value, str), "a str"),
+    "bool": (lambda value: isinstance(value, bool), "True or False"),
+    "int": (_is_integer, "an integer"),
+    "float": (_is_number, "a number"),
+    "Optional[List[int]]": (_or_none(_is_list_of(_is_integer)), "integers or None"),
+    "Optional[List[float]]": (_or_none(_is_list_of(_is_number)), "numbers or None"),
+    "ScalarType": (lambda value: isinstance(value, torch.dtype), "a torch.dtype"),
+}
+"""Each type in the operators' schemas: whether a value is of it, and what messages call it."""
+
+
+def require_argument_types(op: str, schema: Any, args: Sequence[object]) -> None:
+    """Raise for the first argument that is not of the type that a torch schema gives it.
+
+    Torch looks at types first, but its message speaks of its own internals. So this is called only
+    once torch has refused a call, which costs the other calls nothing.
+
+    Raises:
+        DTypeError: something that is no tensor stands for one.
+        ConfigError: an option is of the wrong type.
+    """
+    for argument, value in zip(schema.arguments, args, strict=False):
+        kind = str(argument.real_type)
+        is_accepted, words = _SCHEMA_TYPES[kind]
+        if not is_accepted(value):
+            error = DTypeError if "Tensor" in kind else ConfigError
+            raise error(
+                f"{op}: {argument.name} is {describe_value(value)}; accepted: {words}."
+            ) from None
+
+
 def require_dtype(op: str, name: str, tensor: Tensor, accepted: Sequence[torch.dtype]) -> None:
     """Raise DTypeError unless ``tensor`` has one of the accepted dtypes."""
     if tensor.dtype not in accepted:
@@ -41,6 +140,14 @@ def require_dtype(op: str, name: str, tensor: Tensor, accepted: Sequence[torch.d
         raise DTypeError(
             f"{op}: {name} is {describe(tensor)}; accepted dtypes: {names}. Cast {name} first."
         )
+
+
+def require_one_dtype(op: str, **tensors: Tensor | None) -> None:
+    """Raise DTypeError unless all the tensors that are given have one dtype."""
+    named = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    if len({tensor.dtype for tensor in named.values()}) > 1:
+        dtypes = ", ".join(f"{n} is {str(t.dtype)[6:]}" for n, t in named.items())
+        raise DTypeError(f"{op}: {dtypes}; accepted: one dtype for all of them. Cast them first.")
 
 
 def require_dim(op: str, name: str, tensor: Tensor, minimum: int, exactly: bool = False) -> None:

@@ -37,11 +37,11 @@ class LayoutError(FusedOpsError, ValueError):
 
 
 class ConfigError(FusedOpsError, ValueError):
-    """An option, a spec string or a tile configuration is not legal."""
+    """An option, a spec string or a tile configuration is not legal, or of the wrong type."""
 
 
 class DTypeError(FusedOpsError, TypeError):
-    """A tensor has a dtype that the operation does not accept."""
+    """A tensor has a dtype that the operation does not accept, or an argument is no tensor."""
 
 
 class DeviceError(FusedOpsError, ValueError):

@@ -8,23 +8,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fusedops.check import require_integer
 from fusedops.epilogue.chain import Epilogue
-from fusedops.errors import ConfigError, DeviceError, LayoutError, ShapeError
+from fusedops.errors import DeviceError
 from fusedops.jit.launch import device_arch
+from fusedops.ops.gemm_arguments import (
+    as_epilogue,
+    cached_spec,
+    ordered,
+    require_out_apart,
+    require_types,
+    require_x_dtype,
+    shape_of,
+    spec_text,
+)
 from fusedops.ops.op import LIBRARY, ignore_autocast, refuse_grad
 from fusedops.problem import GemmProblem, GemmSpec
-from fusedops.prologue import NO_PROLOGUE, Prologue
+from fusedops.prologue import Prologue
 from fusedops.providers.base import Policy, Support, choose, current_policy
 from fusedops.providers.front import answer, description, run_of
 from fusedops.providers.gemm import GemmRun
-from fusedops.weight import Dense, WeightFormat
+from fusedops.weight import WeightFormat
 
 __all__ = ["Explanation", "clear_plans", "explain", "explain_problem", "gemm", "spec_text"]
 
@@ -152,13 +163,7 @@ def _run(
 def _run_out(
     x: Tensor, w: Tensor, operands: Sequence[Tensor | None], spec: str, out: Sequence[Tensor]
 ) -> None:
-    shared = {t.untyped_storage().data_ptr() for t in out if t.numel()}
-    for name, tensor in (("x", x), ("w", w)):
-        if tensor.numel() and tensor.untyped_storage().data_ptr() in shared:
-            raise LayoutError(
-                f"gemm_out: out shares memory with {name}, which is read while out is written; "
-                "pass a separate tensor (only a residual may be updated in place)."
-            )
+    require_out_apart(x, w, operands, out)
     _run(x, w, operands, spec, out)
 
 
@@ -184,75 +189,6 @@ LIBRARY.define("gemm_out(Tensor x, Tensor w, Tensor?[] operands, str spec, Tenso
 LIBRARY.impl("gemm_out", _run_out, "CompositeExplicitAutograd")
 torch.library.register_fake("fusedops::gemm_out", _fake_out, lib=LIBRARY)
 ignore_autocast("gemm_out")
-
-
-def _as_epilogue(epilogue: Epilogue | str | None) -> Epilogue:
-    if epilogue is None:
-        return Epilogue()
-    return Epilogue.parse(epilogue) if isinstance(epilogue, str) else epilogue
-
-
-@lru_cache(maxsize=4096)
-def _cached_spec(
-    weight: WeightFormat | tuple[int, ...],
-    epilogue: Epilogue | str | None,
-    x_dtype: torch.dtype,
-    out_dtype: torch.dtype | None,
-    prologue: Prologue | str | None,
-) -> GemmSpec:
-    """The spec for a weight format, or for a dense weight of the given shape."""
-    if not isinstance(weight, WeightFormat):
-        if len(weight) != 2:
-            raise ShapeError(
-                f"gemm: w has shape {weight}; accepted: (N, K), as nn.Linear stores it."
-            )
-        weight = Dense(*weight)
-    chain = _as_epilogue(epilogue)
-    if out_dtype is None:
-        wide = x_dtype if x_dtype.is_floating_point and x_dtype.itemsize > 1 else torch.bfloat16
-        out_dtype = chain.result_dtype(wide)
-    front = Prologue.parse(prologue) if isinstance(prologue, str) else prologue or NO_PROLOGUE
-    return GemmSpec(weight, chain, out_dtype, front)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def spec_text(
-    weight: WeightFormat | tuple[int, ...],
-    epilogue: Epilogue | str | None,
-    x_dtype: torch.dtype,
-    out_dtype: torch.dtype | None,
-    prologue: Prologue | str | None,
-) -> tuple[str, tuple[str, ...]]:
-    """The canonical spec and its operands' names; a constant to torch.compile.
-
-    Args:
-        weight: the weight's format, or the (N, K) shape of a dense one.
-        epilogue: the chain or its text.
-        x_dtype: dtype of the activations.
-        out_dtype: dtype of the result; None: what the chain forces, else x's (bf16 for 8-bit x).
-        prologue: the prologue or its text.
-    """
-    spec = _cached_spec(weight, epilogue, x_dtype, out_dtype, prologue)
-    return spec.text, spec.operand_names
-
-
-def _ordered(
-    text: str,
-    names: tuple[str, ...],
-    operands: Mapping[str, Tensor | None] | Sequence[Tensor | None] | None,
-) -> list[Tensor | None]:
-    """The operands in the spec's order."""
-    if operands is None:
-        operands = {}
-    if not isinstance(operands, Mapping):
-        return list(operands)
-    unknown = [name for name in operands if name not in names]
-    if unknown:
-        raise ConfigError(
-            f"gemm: unknown operand(s) {', '.join(unknown)}; the spec {text} reads "
-            f"{', '.join(names) or 'none'}."
-        )
-    return [operands.get(name) for name in names]
 
 
 def gemm(
@@ -286,13 +222,17 @@ def gemm(
         ShapeError, DTypeError, LayoutError, DeviceError, ConfigError: what was got and is accepted.
         UnsupportedError: no provider serves it, or an input requires grad while grad mode is on.
     """
-    text, names = spec_text(weight or tuple(w.shape), epilogue, x.dtype, out_dtype, prologue)
-    tensors = _ordered(text, names, operands)
-    if out is None:
-        results: list[Tensor] = torch.ops.fusedops.gemm.default(x, w, tensors, text)
-    else:
-        results = [out] if isinstance(out, Tensor) else list(out)
-        torch.ops.fusedops.gemm_out.default(x, w, tensors, text, results)
+    try:
+        text, names = spec_text(weight or shape_of(w), epilogue, x.dtype, out_dtype, prologue)
+        tensors = ordered(text, names, operands)
+        if out is None:
+            results: list[Tensor] = torch.ops.fusedops.gemm.default(x, w, tensors, text)
+        else:
+            results = [out] if isinstance(out, Tensor) else list(out)
+            torch.ops.fusedops.gemm_out.default(x, w, tensors, text, results)
+    except (AttributeError, RuntimeError, TypeError):
+        require_types(x, w, (weight, epilogue, out_dtype, prologue), operands, out)
+        raise
     return results[0] if len(results) == 1 else results
 
 
@@ -353,10 +293,21 @@ def explain(
     weight: WeightFormat | None = None,
 ) -> Explanation:
     """What ``gemm`` with these arguments would run, without running it; raises as it would."""
-    spec = _cached_spec(weight or tuple(w.shape), epilogue, x.dtype, out_dtype, prologue)
-    tensors = _ordered(spec.text, spec.operand_names, operands)
+    require_types(x, w, (weight, epilogue, out_dtype, prologue), operands)
+    spec = cached_spec(weight or tuple(w.shape), epilogue, x.dtype, out_dtype, prologue)
+    tensors = ordered(spec.text, spec.operand_names, operands)
     spec.check(x, w, tensors)
     return _explain(_problem(spec, x, w, tensors))
+
+
+def _device(name: str) -> torch.device:
+    try:
+        kind = torch.device(name)
+    except (RuntimeError, TypeError):
+        kind = torch.device("meta")
+    if kind.type not in ("cpu", "cuda"):
+        raise DeviceError(f"explain: device={name!r}; accepted are cpu and cuda.")
+    return kind
 
 
 def explain_problem(
@@ -372,18 +323,18 @@ def explain_problem(
     """``explain`` for shapes instead of tensors; operands are taken to have the dtype they prefer.
 
     Raises:
-        ConfigError, DeviceError: a dimension is negative; CUDA is asked for and absent.
+        ConfigError: a dimension is no integer or negative, or an option is not legal.
+        DTypeError: activations may not have that dtype.
+        DeviceError: there is no such device, or CUDA is asked for and absent.
     """
-    if min(m, n, k) < 0:
-        raise ConfigError(f"explain: M={m}, N={n}, K={k} must not be negative.")
-    chain = _as_epilogue(epilogue)
-    if out_dtype is None:
-        out_dtype = chain.result_dtype(dtype)
-    spec = GemmSpec(Dense(n, k), chain, out_dtype)
+    for name, size in (("M", m), ("N", n), ("K", k)):
+        require_integer("explain", name, size, 0)
+    require_x_dtype(dtype)
+    spec = cached_spec((n, k), as_epilogue(epilogue), dtype, out_dtype, None)
     operand_dtypes = tuple(
         dtype if dtype in operand.dtypes else operand.dtypes[0] for operand in spec.operands
     )
-    kind = torch.device(device)
+    kind = _device(device)
     if kind.type == "cuda" and not torch.cuda.is_available():
         raise DeviceError("explain: a CUDA device was asked for, but torch sees none; use cpu.")
     problem = GemmProblem(spec, m, dtype, operand_dtypes, **_device_facts(kind))

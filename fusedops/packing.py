@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fusedops.check import require_dim, require_one_dtype, require_same_device, require_tensor
 from fusedops.epilogue.nodes import PACK
 from fusedops.errors import ShapeError
 
@@ -44,7 +45,13 @@ def pack_gate_up(gate: Tensor, up: Tensor) -> Tensor:
 
     Raises:
         ShapeError: the shapes differ.
+        DTypeError: the dtypes differ, or one is no tensor.
+        DeviceError: the devices differ.
     """
+    require_tensor("pack_gate_up", "gate", gate)
+    require_tensor("pack_gate_up", "up", up)
+    require_one_dtype("pack_gate_up", gate=gate, up=up)
+    require_same_device("pack_gate_up", "gate", gate, up=up)
     if gate.shape != up.shape or gate.dim() not in (1, 2):
         raise ShapeError(
             f"pack_gate_up: gate {tuple(gate.shape)} and up {tuple(up.shape)} must have one shape, "
@@ -62,20 +69,26 @@ def pack_gate_up(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def unpack_gate_up(packed: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """The (gate, up) halves of ``rows`` rows each that ``pack_gate_up`` interleaved.
+    """The (gate, up) halves of ``rows`` rows each that ``pack_gate_up`` interleaved: two copies.
 
     Raises:
         ShapeError: ``packed`` cannot hold two halves of that many rows.
+        DTypeError: ``packed`` is no tensor.
     """
+    require_tensor("unpack_gate_up", "packed", packed)
+    require_dim("unpack_gate_up", "packed", packed, 1)
     if packed.shape[0] != 2 * padded_gate_rows(rows):
         raise ShapeError(
             f"unpack_gate_up: {packed.shape[0]} packed rows do not hold two halves of {rows}; "
             f"expected {2 * padded_gate_rows(rows)}."
         )
     halves = packed.unflatten(0, (-1, 2, PACK))
-    gate = halves[:, 0].flatten(0, 1)[:rows]
-    up = halves[:, 1].flatten(0, 1)[:rows]
-    return gate.contiguous(), up.contiguous()
+    # clone: with one block of 8 a half is contiguous already, and contiguous() would be a view.
+    gate, up = (
+        halves[:, half].clone(memory_format=torch.contiguous_format).flatten(0, 1)[:rows]
+        for half in range(2)
+    )
+    return gate, up
 
 
 def rope_permutation(head_dim: int) -> Tensor:
@@ -87,16 +100,24 @@ def rope_permutation(head_dim: int) -> Tensor:
     Raises:
         ShapeError: the head dimension is not one of ``ROPE_HEAD_DIMS``.
     """
-    if head_dim not in ROPE_HEAD_DIMS:
-        raise ShapeError(f"rope packing: head_dim {head_dim}; accepted are {ROPE_HEAD_DIMS}.")
+    _require_head_dim(head_dim)
     order = torch.arange(head_dim).reshape(2, head_dim // (2 * PACK), PACK)
     return order.transpose(0, 1).flatten()
 
 
-def _heads(rows: int, head_dim: int) -> int:
+def _heads(weight: Tensor, head_dim: int) -> int:
+    require_tensor("rope packing", "weight", weight)
+    require_dim("rope packing", "weight", weight, 1)
+    rows: int = weight.shape[0]
+    _require_head_dim(head_dim)
     if rows % head_dim:
         raise ShapeError(f"rope packing: {rows} rows are no multiple of head_dim {head_dim}.")
     return rows // head_dim
+
+
+def _require_head_dim(head_dim: int) -> None:
+    if head_dim not in ROPE_HEAD_DIMS:
+        raise ShapeError(f"rope packing: head_dim {head_dim}; accepted are {ROPE_HEAD_DIMS}.")
 
 
 def pack_rope(weight: Tensor, head_dim: int) -> Tensor:
@@ -105,7 +126,7 @@ def pack_rope(weight: Tensor, head_dim: int) -> Tensor:
     Args:
         weight: (heads * head_dim, K), or a bias (heads * head_dim,). V is left as it is.
     """
-    heads = _heads(weight.shape[0], head_dim)
+    heads = _heads(weight, head_dim)
     order = rope_permutation(head_dim).to(weight.device)
     by_head: Tensor = weight.unflatten(0, (heads, head_dim))
     return by_head[:, order].flatten(0, 1)
@@ -113,7 +134,7 @@ def pack_rope(weight: Tensor, head_dim: int) -> Tensor:
 
 def unpack_rope(packed: Tensor, head_dim: int) -> Tensor:
     """The inverse of ``pack_rope``, exact."""
-    heads = _heads(packed.shape[0], head_dim)
+    heads = _heads(packed, head_dim)
     order = rope_permutation(head_dim).to(packed.device)
     by_head: Tensor = packed.unflatten(0, (heads, head_dim))
     return by_head[:, order.argsort()].flatten(0, 1)

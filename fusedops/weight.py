@@ -12,7 +12,7 @@ from fusedops.epilogue.base import FLOAT_DTYPES, Context, Operand
 from fusedops.epilogue.spec import SpecItem
 from fusedops.errors import ConfigError, DTypeError, LayoutError, ShapeError
 
-__all__ = ["Dense", "WeightFormat", "float_product"]
+__all__ = ["DENSE_DTYPES", "Dense", "WeightFormat", "float_product"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ def float_product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 DENSE_DTYPES = (*FLOAT_DTYPES, torch.float8_e4m3fn, torch.int8)
+"""Dtypes of activations and dense weights."""
 
 
 @dataclass(frozen=True)

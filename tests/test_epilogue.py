@@ -33,6 +33,7 @@ from fusedops.epilogue import (
 )
 from fusedops.epilogue.activations import ACTIVATIONS, activation, activation_from_hf
 from fusedops.epilogue.base import FLOAT32_ROUNDOFF, to_dtype
+from fusedops.epilogue.chain import forget_parsed
 from fusedops.errors import ConfigError, ShapeError
 from fusedops.problem import GemmSpec
 
@@ -312,7 +313,7 @@ def test_a_node_defined_in_user_code_reaches_every_stage() -> None:
         assert text in str(fusedops.explain(x, w, text, {"factor": factor}))
     finally:
         del Node.registry["clip_for_test"]
-        Epilogue.parse.cache_clear()
+        forget_parsed()
         GemmSpec.parse.cache_clear()
 
 

@@ -333,3 +333,38 @@ def test_b39_compiles_without_a_graph_break() -> None:
         x = torch.randn(rows, 4)
         for got, expected in zip(compiled(x, rows + 1), counts(x, rows + 1), strict=True):
             assert torch.equal(got, expected)
+
+
+def counted_in_float64(x: Tensor, bins: int, lo: float, hi: float) -> list[int]:
+    """The documented rule, one sample after another, in numpy."""
+    wide = np.float64 if x.dtype == torch.float64 else np.float32
+    lo, hi = float(wide(lo)), float(wide(hi))
+    step = (hi - lo) / bins
+    edges = [float(wide(lo + i * step)) for i in range(bins)] + [hi]
+    counts = [0] * bins
+    for sample in x.double().flatten().tolist():
+        if lo <= sample <= hi:
+            counts[min(sum(edge <= sample for edge in edges) - 1, bins - 1)] += 1
+    return counts
+
+
+DENORMAL_RANGES = {
+    torch.float32: ((0.0, 1e-44), (-1e-40, 1e-40), (-1e-38, 3e-38), (2e-45, 1e-39)),
+    torch.bfloat16: ((-1e-39, 1e-39), (0.0, 9.2e-41)),
+    torch.float16: ((-6e-5, 6e-5), (0.0, 6e-8)),
+    torch.float64: ((-1e-310, 1e-310), (0.0, 1e-322)),
+}
+
+
+@pytest.mark.parametrize("bins", [1, 3, 10])
+@pytest.mark.parametrize("dtype", DENORMAL_RANGES, ids=str)
+def test_denormal_samples_and_ranges_are_counted_exactly(dtype: torch.dtype, bins: int) -> None:
+    generator = torch.Generator().manual_seed(bins)
+    for lo, hi in DENORMAL_RANGES[dtype]:
+        unit = torch.rand(200, generator=generator, dtype=torch.float64)
+        x = (lo + (hi - lo) * (1.2 * unit - 0.1)).to(dtype)
+        assert (x != 0).any()
+        expected = counted_in_float64(x, bins, lo, hi)
+        assert histogram(x, bins, range=(lo, hi)).tolist() == expected
+        own = [float(end) for end in torch.aminmax(x)]
+        assert histogram(x, bins).tolist() == counted_in_float64(x, bins, *own)

@@ -293,7 +293,7 @@ def test_scaling_of_no_or_the_default_type_is_none() -> None:
         ({"rope_type": "mystery"}, "'mystery' is not supported"),
         ({"rope_type": "linear"}, "need factor"),
         ({"rope_type": "linear", "factor": 0.5}, "at least 1"),
-        ({"rope_type": "linear", "factor": math.inf}, "at least 1"),
+        ({"rope_type": "linear", "factor": math.inf}, "factor is inf .* finite numbers"),
         ({"rope_type": "llama3", "factor": 8.0}, "needs original_max_position"),
         ({**LLAMA3, "low_freq_factor": None}, "needs low_freq_factor"),
         ({**LLAMA3, "high_freq_factor": 1.0}, "0 < low < high"),

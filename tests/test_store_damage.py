@@ -68,7 +68,62 @@ def put_another_kernel_there(folder: Path) -> None:
     (folder.parent / fake_key("b").name).rename(folder)
 
 
+def put_a_file_in_its_place(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.write_text("no entry")
+
+
+def put_a_link_in_its_place(folder: Path) -> None:
+    elsewhere = folder.parent.parent / "elsewhere"
+    shutil.rmtree(elsewhere, ignore_errors=True)
+    folder.rename(elsewhere)
+    folder.symlink_to(elsewhere, target_is_directory=True)
+
+
+def put_a_dangling_link_in_its_place(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.symlink_to(folder.parent / "nowhere")
+
+
+def put_a_link_to_itself_in_its_place(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.symlink_to(folder)
+
+
+def put_a_pipe_in_its_place(folder: Path) -> None:
+    shutil.rmtree(folder)
+    os.mkfifo(folder)
+
+
+def empty_the_folder(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+def make_the_manifest_a_folder(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+    (folder / "manifest.json").mkdir()
+
+
+def make_a_file_a_folder(folder: Path) -> None:
+    (folder / "kernel.o").unlink()
+    (folder / "kernel.o").mkdir()
+
+
+OTHER_KINDS = [
+    put_a_file_in_its_place,
+    put_a_link_in_its_place,
+    put_a_dangling_link_in_its_place,
+    put_a_link_to_itself_in_its_place,
+    put_a_pipe_in_its_place,
+]
+"""Damages after which no folder lies at the entry's path."""
+
 DAMAGES = [
+    *OTHER_KINDS,
+    empty_the_folder,
+    make_the_manifest_a_folder,
+    make_a_file_a_folder,
     truncate,
     flip_a_byte,
     delete_a_file,
@@ -89,7 +144,9 @@ def test_a_damaged_entry_is_set_aside_and_rebuilt_once(
     store, compiler = Store(CacheSettings(root)), FakeCompiler("a")
     assert store.get(fake_key("a"), compiler, load) == fake_object("a")
     assert compiler.calls == 1
-    assert (root / "damaged" / fake_key("a").name).is_dir()
+    assert os.path.lexists(root / "damaged" / fake_key("a").name)
+    assert entry_dir(root).is_dir()
+    assert not entry_dir(root).is_symlink()
     assert "is damaged" in capsys.readouterr().err
     after = Store(CacheSettings(root))
     assert after.get(fake_key("a"), compiler, load) == fake_object("a")
@@ -97,6 +154,42 @@ def test_a_damaged_entry_is_set_aside_and_rebuilt_once(
     damage(entry_dir(root))  # a second copy replaces the first one set aside
     Store(CacheSettings(root)).get(fake_key("a"), compiler, load)
     assert compiler.calls == 2
+
+
+def test_a_link_is_set_aside_without_a_look_at_what_it_points_to(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fill(root, "a")
+    put_a_link_in_its_place(entry_dir(root))
+    (root / "elsewhere" / "kernel.o").write_bytes(b"what somebody else put there")
+    before = sorted((path, path.stat().st_mtime_ns) for path in (root / "elsewhere").rglob("*"))
+    assert Store(CacheSettings(root)).get(fake_key("a"), FakeCompiler("a"), load) == fake_object(
+        "a"
+    )
+    assert "it is a symbolic link, which is not followed" in capsys.readouterr().err
+    kept = root / "damaged" / fake_key("a").name
+    assert kept.is_symlink()
+    put_a_file_in_its_place(entry_dir(root))  # what is set aside next takes the link's place
+    Store(CacheSettings(root)).get(fake_key("a"), FakeCompiler("a"), load)
+    assert kept.read_text() == "no entry"
+    after = sorted((path, path.stat().st_mtime_ns) for path in (root / "elsewhere").rglob("*"))
+    assert before == after
+
+
+@pytest.mark.parametrize("damage", OTHER_KINDS)
+def test_what_is_no_folder_is_no_kernel_of_the_cache_or_of_an_overlay(
+    damage: Callable[[Path], None], tmp_path: Path, root: Path
+) -> None:
+    overlay = tmp_path / "overlay"
+    for folder in (overlay, root):
+        fill(folder, "a", "b")
+        damage(entry_dir(folder))
+    assert [kernel.name for kernel in cache.entries(root)] == [fake_key("b").name]
+    assert cache.verify(root) == []
+    store = Store(CacheSettings(tmp_path / "other", (overlay,)))
+    assert store.get(fake_key("a"), FakeCompiler("a"), load) == fake_object("a")
+    assert store.counts == {"compiled": 1}
+    assert os.path.lexists(entry_dir(overlay))  # an overlay is never written
 
 
 def test_a_damaged_overlay_is_passed_over_and_named_when_nothing_else_serves(

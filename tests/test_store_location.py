@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from store_worker import NOBODY_UID, FakeCompiler, Worker, fake_key, fake_object, load
 
-from fusedops.errors import BuildError
+from fusedops.errors import BuildError, ConfigError
 from fusedops.jit import entry, location
 from fusedops.jit.location import CacheSettings
 from fusedops.jit.store import Store
@@ -177,6 +177,51 @@ def test_an_overlay_of_another_user_than_root_is_refused(
         os.chown(overlay, NOBODY_UID, NOBODY_UID)
     with pytest.raises(BuildError, match="or root that not everyone can write"):
         location.require_trusted(overlay)
+
+
+def test_an_overlay_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for overlay in (tmp_path / "file", tmp_path / "file" / "below", tmp_path / "nowhere"):
+        with pytest.raises(ConfigError, match=r"prebuilt kernels in .*FUSEDOPS_OVERLAY"):
+            location.require_overlay(overlay)
+        with pytest.raises(ConfigError, match=r"prebuilt kernels in .*FUSEDOPS_OVERLAY"):
+            get(tmp_path / "cache", overlay)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_folder_that_may_not_be_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)
+    with pytest.raises(ConfigError, match=r"may not read it.*FUSEDOPS_OVERLAY"):
+        location.require_overlay(tmp_path)
+    with pytest.raises(BuildError, match=r"may not read it.*FUSEDOPS_CACHE_DIR"):
+        location.require_own(tmp_path)
+
+
+@needs_root
+def test_a_folder_of_mode_0_is_refused_by_who_is_not_root(tmp_path: Path) -> None:
+    for part in (tmp_path, *tmp_path.parents[:2]):
+        part.chmod(0o755)
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    os.chown(closed, NOBODY_UID, NOBODY_UID)
+    closed.chmod(0)
+    with Worker({"FUSEDOPS_CACHE_DIR": str(closed)}) as worker:
+        answer = worker.ask("as_nobody", spec="a")
+    assert answer["error"] == "BuildError"
+    assert "may not read it" in answer["message"]
+    assert "FUSEDOPS_CACHE_DIR" in answer["message"]
+
+
+def test_an_overlay_whose_entries_cannot_be_read_is_an_error_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overlay = tmp_path / "overlay"
+    get(overlay)
+    monkeypatch.setattr(Path, "lstat", fail_with(errno.EACCES))
+    with pytest.raises(BuildError, match=r"cannot read the prebuilt kernels.*FUSEDOPS_OVERLAY"):
+        get(tmp_path / "cache", overlay)
 
 
 # --- a folder that cannot be written

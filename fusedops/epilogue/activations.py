@@ -134,7 +134,7 @@ def lookup(name: str) -> Activation:
     Raises:
         ConfigError: no activation has that name.
     """
-    found = ACTIVATIONS.get(name)
+    found = ACTIVATIONS.get(name) if isinstance(name, str) else None
     if found is None:
         raise ConfigError(
             f"unknown activation {name!r}; accepted are {', '.join(ACTIVATIONS)}"

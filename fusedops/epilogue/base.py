@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fusedops.epilogue.emit import KernelTile
 from fusedops.epilogue.spec import SpecItem
-from fusedops.errors import DTypeError, ShapeError
+from fusedops.errors import DTypeError, ShapeError, UnsupportedError
 
 __all__ = [
     "FLOAT32_ROUNDOFF",
@@ -32,6 +32,9 @@ __all__ = [
 
 FLOAT32_ROUNDOFF = 2.0**-24
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_ANY_COUNT = -1
+"""Stands in an accepted shape for any number from 1 on."""
 
 Axis = Literal["scalar", "m", "n", "mn", "k", "parts_m"]
 """How an operand runs along the GEMM: M rows, N columns (of the node's input), K, or partial
@@ -70,7 +73,7 @@ class Operand:
             case "mn":
                 return ((*m_shape, n),)
             case "parts_m":
-                return ((-1, m),)
+                return ((_ANY_COUNT, m),)
 
     def check(
         self, op: str, tensor: Tensor, m_shape: tuple[int, ...], m: int, n: int, k: int
@@ -86,10 +89,11 @@ class Operand:
         accepted_shapes = self.accepted_shapes(m_shape, m, n, k)
         for candidate in accepted_shapes:
             if len(candidate) == len(shape) and all(
-                c == -1 or c == s for c, s in zip(candidate, shape, strict=True)
+                s >= 1 if c == _ANY_COUNT else c == s for c, s in zip(candidate, shape, strict=True)
             ):
                 return
         names = " or ".join(dict.fromkeys(str(s) for s in accepted_shapes))
+        names = names.replace(f"({_ANY_COUNT},", "(parts >= 1,")
         raise ShapeError(
             f"{op}: operand {self.name!r} has shape {shape}; accepted: {names} "
             f"(axis {self.axis!r}, M={m}, N={n}, K={k}). Reshape it, or change the epilogue."
@@ -183,7 +187,10 @@ class Node(SpecItem):
 
     def reference(self, value: Tensor, context: Context) -> Tensor:
         """The node on ``value`` (M, N), in ``value``'s dtype (float32; float64 in bounds)."""
-        raise NotImplementedError(f"the node class {type(self).__name__} defines no reference()")
+        raise UnsupportedError(
+            f"the node class {type(self).__qualname__} defines no reference(self, value, context); "
+            "add it: the reference and cuBLAS providers run it."
+        )
 
     def emit(self, tile: KernelTile) -> KernelTile:
         """The node on a tile of float32 register values, traced into a kernel.
@@ -201,7 +208,10 @@ class Node(SpecItem):
             error: bound of the error that the input already carries, float64.
             context: operands as for ``reference``.
         """
-        raise NotImplementedError
+        raise UnsupportedError(
+            f"the node class {type(self).__qualname__} defines no bound(self, value, error, "
+            "context); only error bounds need it."
+        )
 
 
 _HALF_ULP = {

@@ -13,12 +13,27 @@ import torch
 from torch import Tensor
 
 from fusedops.epilogue.base import Context, ExtraOutput, Node, Operand, rounding_bound, to_dtype
-from fusedops.epilogue.spec import split_chain
+from fusedops.epilogue.spec import require_text, split_chain
 from fusedops.errors import ConfigError
 
-__all__ = ["EMPTY", "NO_EPILOGUE", "Epilogue"]
+__all__ = ["EMPTY", "NO_EPILOGUE", "Epilogue", "forget_parsed"]
 
 EMPTY = "none"
+
+
+def _require_nodes(nodes: object) -> None:
+    if not isinstance(nodes, (tuple, list)):
+        raise ConfigError(
+            f"Epilogue: nodes is {nodes!r} ({type(nodes).__name__}); accepted: a tuple of nodes, "
+            'e.g. Epilogue((Bias(), Act("silu"))), or Epilogue.parse("bias|act(silu)").'
+        )
+    for node in nodes:
+        if not isinstance(node, Node):
+            raise ConfigError(
+                f"Epilogue: {node!r} ({type(node).__name__}) is no node; accepted are objects of "
+                "the node classes of fusedops.epilogue and of your own subclasses of Node. "
+                "Epilogue.parse() takes text."
+            )
 
 
 @dataclass(frozen=True)
@@ -31,12 +46,15 @@ class Epilogue:
         Epilogue.parse("scale(x_scale,m)|scale(w_scale,n)|bias|act(silu)|residual")
 
     Raises:
-        ConfigError: an operand's name is used twice, or a node follows a terminal one.
+        ConfigError: ``nodes`` is no tuple or list of nodes, an operand's name is used twice, or a
+            node follows a terminal one.
     """
 
     nodes: tuple[Node, ...] = ()
 
     def __post_init__(self) -> None:
+        _require_nodes(self.nodes)
+        object.__setattr__(self, "nodes", tuple(self.nodes))
         names = [operand.name for operand in self.operands]
         repeated = {name for name in names if names.count(name) > 1}
         if repeated:
@@ -57,12 +75,10 @@ class Epilogue:
         return iter(self.nodes)
 
     @classmethod
-    @lru_cache(maxsize=4096)
     def parse(cls, text: str) -> Epilogue:
         """The chain that ``text`` describes; ConfigError names the part that does not fit."""
-        if text.strip() == EMPTY:
-            return cls()
-        return cls(tuple(Node.parse(part) for part in split_chain(text, "|")))
+        require_text("epilogue", text)  # before the cache, which takes nothing unhashable
+        return _parsed(text)
 
     @cached_property
     def operands(self) -> tuple[Operand, ...]:
@@ -121,6 +137,18 @@ class Epilogue:
             value = node.reference(value, silent)
             error = bound
         return rounding_bound(value, error, context.out_dtype)
+
+
+@lru_cache(maxsize=4096)
+def _parsed(text: str) -> Epilogue:
+    if text.strip() == EMPTY:
+        return Epilogue()
+    return Epilogue(tuple(Node.parse(part) for part in split_chain(text, "|")))
+
+
+def forget_parsed() -> None:
+    """Read every text anew: needed after defining a node anew."""
+    _parsed.cache_clear()
 
 
 NO_EPILOGUE = Epilogue()

@@ -204,8 +204,11 @@ class SoftCap(Node):
     cap: float = 30.0
 
     def __post_init__(self) -> None:
-        if not self.cap > 0:
-            raise ConfigError(f"softcap: cap={self.cap} must be positive.")
+        # The kernels multiply by 1 / cap, which must be a normal float32 too.
+        if not 2.0**-126 <= self.cap <= 2.0**126:
+            raise ConfigError(
+                f"softcap: cap={self.cap} must be positive: accepted are 2**-126 to 2**126."
+            )
 
     def reference(self, value: Tensor, context: Context) -> Tensor:
         return self.cap * torch.tanh(value / self.cap)

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -25,11 +26,18 @@ from fusedops.jit.entry import (
     write_manifest,
 )
 from fusedops.jit.key import KernelKey, is_entry_name
-from fusedops.jit.location import CACHE_VARIABLE, make_dir, require_own
+from fusedops.jit.location import CACHE_VARIABLE, OVERLAY_VARIABLE, make_dir, require_own
 from fusedops.jit.lock import KeyLock
 from fusedops.jit.progress import progress, say
 
-__all__ = ["Build", "CacheFolder", "run_build", "storage_errors"]
+__all__ = [
+    "Build",
+    "CacheFolder",
+    "overlay_errors",
+    "run_build",
+    "storage_errors",
+    "why_no_entry",
+]
 
 Build = Callable[[Path], Mapping[str, str]]
 """Compiles a kernel: writes its files (flat, at least one) into the folder given and returns what
@@ -37,6 +45,9 @@ the loader wants to be told. Raises BuildError with the last lines of the compil
 
 OnDamage = Callable[[Path, str], None]
 Result = TypeVar("Result")
+
+_DAMAGE_ERRNOS = frozenset({errno.EISDIR, errno.ENOTDIR, errno.ELOOP})
+"""Something of another kind lies where an entry has a file."""
 
 _STORAGE_ERRNOS = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
@@ -54,6 +65,40 @@ def storage_errors(folder: Path, remedy: str = CACHE_VARIABLE) -> Iterator[None]
             f"({error.filename or folder}). It takes a folder that you can write, with free space "
             f"and file locks. Set {remedy} to one."
         ) from error
+
+
+@contextlib.contextmanager
+def overlay_errors(folder: Path) -> Iterator[None]:
+    """Turn an OSError inside the block, which only reads, into a BuildError."""
+    try:
+        yield
+    except OSError as error:
+        raise BuildError(
+            f"cannot read the prebuilt kernels in {folder}: {error.strerror or error} "
+            f"({error.filename or folder}). Change {OVERLAY_VARIABLE}, or the folder's mode."
+        ) from error
+
+
+def why_no_entry(path: Path) -> str | None:
+    """Why what lies at an entry's path is no entry, told without following it.
+
+    None for a folder, and where nothing is.
+    """
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return None
+    if stat.S_ISLNK(mode):
+        return "it is a symbolic link, which is not followed"
+    return None if stat.S_ISDIR(mode) else "it is not a folder"
+
+
+def _remove(path: Path) -> None:
+    """Remove what lies at ``path``, whatever it is; of a symbolic link the link itself."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def run_build(build: Build, folder: Path, key: KernelKey) -> dict[str, str]:
@@ -111,12 +156,21 @@ class CacheFolder:
             require: called with each folder and file before it is read; raises on a bad owner.
         """
         for folder in self._candidates(key):
+            why = why_no_entry(folder)
+            if why is not None:
+                on_damage(folder, why)
+                continue
             try:
                 entry, manifest = read_entry(folder, origin, require)
             except FileNotFoundError:
                 continue
             except DamagedEntryError as error:
                 on_damage(folder, str(error))
+                continue
+            except OSError as error:
+                if error.errno not in _DAMAGE_ERRNOS:
+                    raise
+                on_damage(folder, f"{error.filename}: {error.strerror}")
                 continue
             if manifest.fields != key.fields:
                 on_damage(folder, "its manifest belongs to another kernel")
@@ -136,10 +190,14 @@ class CacheFolder:
         return sorted(self.entries_dir.glob(f"{key.prefix}*"), reverse=True)
 
     def names(self) -> list[str]:
-        """Names of all entries, sorted."""
+        """Names of all entries, sorted; files and links of such a name are none."""
         if not self.entries_dir.is_dir():
             return []
-        return sorted(path.name for path in self.entries_dir.iterdir() if is_entry_name(path.name))
+        return sorted(
+            path.name
+            for path in self.entries_dir.iterdir()
+            if is_entry_name(path.name) and why_no_entry(path) is None
+        )
 
     def make(self) -> None:
         """Create the folders and check that the root is this user's.
@@ -192,7 +250,7 @@ class CacheFolder:
     def _set_aside(self, folder: Path, why: str) -> None:
         make_dir(self.damaged_dir, self._dir_mode)
         kept = self.damaged_dir / folder.name
-        shutil.rmtree(kept, ignore_errors=True)
+        _remove(kept)
         folder.rename(kept)
         say(f"the stored kernel {folder.name} is damaged ({why}): moved to {kept}, rebuilding")
 
@@ -235,7 +293,7 @@ class CacheFolder:
         """
         leftovers = list(self.entries_dir.glob(f".{name}.*"))
         for folder in leftovers:
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
         return len(leftovers)
 
     def names_of_leftovers(self) -> list[str]:

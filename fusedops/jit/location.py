@@ -123,7 +123,8 @@ def require_own(folder: Path) -> bool:
         False when the folder does not exist.
 
     Raises:
-        BuildError: it is no folder, another user owns it, or group or others may write it.
+        BuildError: it is no folder, it cannot be read, another user owns it, or group or others
+            may write it.
     """
     status = _status_of_folder(folder)
     if status is None:
@@ -153,10 +154,11 @@ def _status_of_folder(folder: Path) -> os.stat_result | None:
             f"cannot use {folder} as the kernel cache: {error.strerror}. Set {CACHE_VARIABLE} to a "
             "folder that you can write."
         ) from error
-    if not stat.S_ISDIR(status.st_mode):
+    why = _why_not_readable(folder)
+    if why is not None:
         raise BuildError(
-            f"cannot use {folder} as the kernel cache: it is not a folder. Set {CACHE_VARIABLE} to "
-            "a folder that you can write."
+            f"cannot use {folder} as the kernel cache: {why}. Set {CACHE_VARIABLE} to a folder "
+            "that you can write."
         )
     return status
 
@@ -165,16 +167,29 @@ def require_overlay(folder: Path) -> None:
     """``require_trusted`` for a folder named by the user, which must exist.
 
     Raises:
-        ConfigError: it does not exist, or cannot be looked at.
+        ConfigError: it does not exist, is no folder, or cannot be read.
         BuildError: another user owns it, or everyone may write it.
     """
     try:
         require_trusted(folder)
+        why = _why_not_readable(folder)
     except OSError as error:
+        why = error.strerror or str(error)
+    if why is not None:
         raise ConfigError(
-            f"cannot use the prebuilt kernels in {folder}: {error.strerror}. Change "
-            f"{OVERLAY_VARIABLE}; it takes existing folders made by `fusedops prebuild`."
-        ) from error
+            f"cannot use the prebuilt kernels in {folder}: {why}. Change {OVERLAY_VARIABLE}; it "
+            "takes existing folders made by `fusedops prebuild`."
+        )
+
+
+def _why_not_readable(folder: Path) -> str | None:
+    """Why nothing can be read in ``folder``, which exists; None where it can."""
+    if not folder.is_dir():
+        return "it is not a folder"
+    as_effective = os.access in os.supports_effective_ids
+    if not os.access(folder, os.R_OK | os.X_OK, effective_ids=as_effective):
+        return "this process may not read it"
+    return None
 
 
 def require_trusted(path: Path) -> None:

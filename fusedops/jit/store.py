@@ -20,7 +20,14 @@ from typing import Any, TypeVar, cast
 
 from fusedops.errors import BuildError, KernelMissingError
 from fusedops.jit.entry import DamagedEntryError, Entry, read_manifest
-from fusedops.jit.folder import Build, CacheFolder, run_build, storage_errors
+from fusedops.jit.folder import (
+    Build,
+    CacheFolder,
+    overlay_errors,
+    run_build,
+    storage_errors,
+    why_no_entry,
+)
 from fusedops.jit.key import KernelKey
 from fusedops.jit.location import (
     OVERLAY_VARIABLE,
@@ -107,7 +114,8 @@ class Store:
             KernelMissingError: it must be compiled, but FUSEDOPS_COMPILE=0 or a capture is under
                 way.
             BuildError: the compile failed, or the cache folder cannot be used.
-            ConfigError: a folder of FUSEDOPS_OVERLAY does not exist.
+            ConfigError: a folder of FUSEDOPS_OVERLAY does not exist, is no folder or cannot be
+                read.
         """
         while True:
             with self._lock:
@@ -197,7 +205,8 @@ class Store:
 
         Raises:
             BuildError: a folder belongs to someone else or can be written by others.
-            ConfigError: a folder of FUSEDOPS_OVERLAY does not exist.
+            ConfigError: a folder of FUSEDOPS_OVERLAY does not exist, is no folder or cannot be
+                read.
         """
         found_damage: list[str] = [] if notes is None else notes
 
@@ -205,7 +214,7 @@ class Store:
             found_damage.append(f"{folder} is damaged: {why}")
 
         for overlay in self._overlays:
-            with storage_errors(overlay.root, OVERLAY_VARIABLE):
+            with overlay_errors(overlay.root):
                 require_overlay(overlay.root)
                 entry = overlay.find(key, "overlay", note_damage, require_trusted)
             if entry is not None:
@@ -241,6 +250,8 @@ class Store:
         lines = []
         for root in folders:
             for path in CacheFolder(root).builds_of_same_sources(key):
+                if why_no_entry(path) is not None:
+                    continue
                 try:
                     toolchain = read_manifest(path).toolchain
                 except (OSError, DamagedEntryError):

@@ -47,9 +47,14 @@ def convert(
       same objects, so tied embeddings stay tied, and the embedding's values are only cast;
     * ``state_dict()`` has the keys and values of the unconverted model (so ``save_pretrained``
       writes a checkpoint that plain transformers loads) and ``load_state_dict`` takes such a one.
-      The layers inside an MLP have no modules of their own any more: their weights are packed, and
-      ``state_dict()`` gives copies of them;
+      The layers inside an MLP have no modules of their own any more. A gated MLP holds their
+      weights packed, so ``state_dict()`` gives copies of all its tensors, and a checkpoint whose
+      gate and up differ in dtype is refused (DTypeError); the tensors of every other module share
+      memory with its parameters, as always;
     * forward hooks of replaced modules are kept; an MLP with hooks on its inner layers stays;
+    * under ``torch.autocast`` linear layers and MLPs give what ``nn.Linear`` gives there: they cast
+      x and their weights to autocast's dtype, at every call. A policy of that dtype casts the
+      weights once, which is quicker. Norms keep the dtype of x;
     * layers wrapped by an adapter (LoRA) are left alone with all inside them, and so is an MLP
       around one. A converted linear layer is an ``nn.Linear`` and can be wrapped later.
 

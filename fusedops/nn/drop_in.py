@@ -3,6 +3,10 @@
 A fused block holds its weights packed. Its ``state_dict()`` nevertheless has the keys and the exact
 tensors of the block that it replaced, and ``load_state_dict()`` packs them again: a checkpoint
 written by a converted model loads into a plain one and the other way round.
+
+All tensors that ``DropInGatedMLP.state_dict()`` gives are copies: writing to one leaves
+the block as it is. ``DropInMLP`` packs nothing, so its tensors share memory with its parameters, as
+those of any ``nn.Module`` do.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from fusedops.check import require_one_dtype
 from fusedops.nn.linear import FusedGatedMLP, FusedMLP
 from fusedops.packing import unpack_gate_up
 
@@ -25,6 +30,10 @@ class _KeepsNames(nn.Module):
     def original_tensors(self) -> dict[str, Tensor]:
         """Every tensor of the block that was replaced, by its name there, in its order."""
         raise NotImplementedError
+
+    def joint_tensors(self) -> Sequence[Sequence[str]]:
+        """Names of the tensors that one packed parameter holds together."""
+        return ()
 
     def packed(self, tensors: Mapping[str, Tensor]) -> Self:
         """A block like this one that holds ``tensors``, named as ``original_tensors`` does."""
@@ -76,7 +85,12 @@ class _KeepsNames(nn.Module):
         ]
         if not given:
             return
+        for names in self.joint_tensors():
+            joint = {prefix + name: given[name] for name in names if name in given}
+            require_one_dtype("load_state_dict", **joint)
         assign = local_metadata.get("assign_to_params_buffers", False)
+        if not assign:  # as nn.Module does: what is loaded takes the dtype and device of its place
+            given = {name: tensor.to(current[name]) for name, tensor in given.items()}
         loaded = dict(self.packed({**current, **given}).named_parameters())
         with torch.no_grad():
             for name, parameter in list(self.named_parameters()):
@@ -129,13 +143,16 @@ class DropInGatedMLP(_KeepsNames, FusedGatedMLP):
     def packed(self, tensors: Mapping[str, Tensor]) -> Self:
         return self.from_tensors(tensors, self.halves, self.down_name, self.act)
 
+    def joint_tensors(self) -> Sequence[Sequence[str]]:
+        return [[f"{name}.{kind}" for name in self.halves] for kind in ("weight", "bias")]
+
     def original_tensors(self) -> dict[str, Tensor]:
         gate, up, down = self.unpacked()
         weights = [*self._as_stored(gate, up), down]
         biases: list[Tensor | None] = [None] * len(self.halves)
         if self.gate_up_bias is not None:
             biases = [*self._as_stored(*unpack_gate_up(self.gate_up_bias, self.intermediate))]
-        biases.append(self.down_bias)
+        biases.append(None if self.down_bias is None else self.down_bias.detach().clone())
         found: dict[str, Tensor] = {}
         for name, weight, bias in zip((*self.halves, self.down_name), weights, biases, strict=True):
             found[f"{name}.weight"] = weight

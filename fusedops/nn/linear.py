@@ -1,15 +1,30 @@
-"""Linear layers whose bias, activation, gate and residual run in the GEMM's epilogue."""
+"""Linear layers whose bias, activation, gate and residual run in the GEMM's epilogue.
+
+Under ``torch.autocast`` each product computes as ``nn.Linear`` does there: in autocast's dtype,
+whatever the dtypes of x and of the parameters, which are cast at every call. (``convert`` with that
+dtype as its policy casts them once.)
+"""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Self
 
 import torch
 from torch import Tensor, nn
 
+from fusedops.check import require_one_dtype
 from fusedops.epilogue.activations import lookup
-from fusedops.errors import ShapeError
-from fusedops.nn.base import frozen, run_dense
+from fusedops.errors import ConfigError, ShapeError
+from fusedops.nn.base import (
+    autocast_dtype,
+    empty_parameter,
+    frozen,
+    require_bias,
+    require_sizes,
+    require_weights,
+    run_dense,
+)
 from fusedops.nn.norm import RMSNorm
 from fusedops.packing import pack_gate_up, padded_gate_rows, unpack_gate_up
 
@@ -28,7 +43,20 @@ def _run(
     residual: Tensor | None = None,
     norm: RMSNorm | None = None,
 ) -> Tensor:
-    """``step(norm(x) @ weight.T + bias) + residual`` with whatever of the four is there."""
+    """``step(norm(x) @ weight.T + bias) + residual`` with whatever of the four is there.
+
+    Raises:
+        ConfigError: ``norm`` is no ``fusedops.nn.RMSNorm``.
+    """
+    if norm is not None and not isinstance(norm, RMSNorm):
+        raise ConfigError(
+            f"norm is a {type(norm).__module__}.{type(norm).__qualname__}; accepted: a "
+            "fusedops.nn.RMSNorm, which runs in front of the product, or None. Apply another norm "
+            "to x yourself."
+        )
+    if norm is not None and autocast_dtype(x) is not None:
+        # Autocast casts what goes into a product, never what goes into a norm.
+        x, norm = norm.normalize(x), None
     epilogue = _joined(
         "bias" if bias is not None else None,
         step,
@@ -59,6 +87,8 @@ class FusedLinear(nn.Linear):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
+        sizes = {"in_features": in_features, "out_features": out_features}
+        require_sizes("FusedLinear", dtype, **sizes)
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         self.requires_grad_(False)
         self.activation = activation
@@ -76,10 +106,8 @@ class FusedLinear(nn.Linear):
         cls, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
     ) -> Self:
         """A module that takes over an nn.Linear's weight (out, in) and bias (out,)."""
-        if bias is not None and tuple(bias.shape) not in ((weight.shape[0],), (1, weight.shape[0])):
-            raise ShapeError(
-                f"FusedLinear: bias has shape {tuple(bias.shape)}; accepted: ({weight.shape[0]},)."
-            )
+        require_weights("FusedLinear", weight=weight)
+        require_bias("FusedLinear", "bias", bias, weight.shape[0])
         module = cls(
             weight.shape[1], weight.shape[0], bias is not None, activation=activation, device="meta"
         )
@@ -121,12 +149,10 @@ class FusedGatedMLP(nn.Module):
     ) -> None:
         super().__init__()
         lookup(act)
+        require_sizes("FusedGatedMLP", dtype, hidden=hidden, intermediate=intermediate)
         self.hidden, self.intermediate, self.act = hidden, intermediate, act
         padded = padded_gate_rows(intermediate)
-
-        def empty(*shape: int) -> nn.Parameter:
-            return frozen(torch.empty(*shape, dtype=dtype, device=device))
-
+        empty = partial(empty_parameter, dtype=dtype, device=device)
         self.gate_up = empty(2 * padded, hidden)
         self.down = empty(hidden, padded)
         self.gate_up_bias = empty(2 * padded) if bias else None
@@ -144,7 +170,11 @@ class FusedGatedMLP(nn.Module):
         down_bias: Tensor | None = None,
     ) -> Self:
         """Pack gate (F, H), up (F, H) and down (H, F); an absent gate or up bias is zero."""
+        require_weights("FusedGatedMLP", gate=gate, up=up, down=down)
         intermediate, hidden = gate.shape
+        require_bias("FusedGatedMLP", "gate_bias", gate_bias, intermediate)
+        require_bias("FusedGatedMLP", "up_bias", up_bias, intermediate)
+        require_bias("FusedGatedMLP", "down_bias", down_bias, hidden)
         if tuple(down.shape) != (hidden, intermediate):
             raise ShapeError(
                 f"FusedGatedMLP: gate is {tuple(gate.shape)}, down {tuple(down.shape)}; accepted: "
@@ -155,20 +185,19 @@ class FusedGatedMLP(nn.Module):
         padding = padded_gate_rows(intermediate) - intermediate
         module.down = frozen(nn.functional.pad(down, (0, padding)))
         if gate_bias is not None or up_bias is not None:
-            zero = gate.new_zeros(intermediate)
-            module.gate_up_bias = frozen(
-                pack_gate_up(
-                    zero if gate_bias is None else gate_bias, zero if up_bias is None else up_bias
-                )
-            )
+            given = [b for b in (gate_bias, up_bias) if b is not None]
+            zero = given[0].new_zeros(intermediate)
+            halves = (zero if b is None else b.reshape(-1) for b in (gate_bias, up_bias))
+            module.gate_up_bias = frozen(pack_gate_up(*halves))
         if down_bias is not None:
-            module.down_bias = frozen(down_bias)
+            module.down_bias = frozen(down_bias.reshape(-1))
         return module
 
     def unpacked(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(gate, up, down) exactly as they were given to ``from_weights``."""
+        """(gate, up, down) exactly as they were given to ``from_weights``: copies."""
         gate, up = unpack_gate_up(self.gate_up, self.intermediate)
-        return gate, up, self.down[:, : self.intermediate].contiguous()
+        down = self.down.detach()[:, : self.intermediate]
+        return gate, up, down.clone(memory_format=torch.contiguous_format)
 
     def forward(
         self, x: Tensor, residual: Tensor | None = None, norm: RMSNorm | None = None
@@ -204,11 +233,9 @@ class FusedMLP(nn.Module):
     ) -> None:
         super().__init__()
         lookup(act)
+        require_sizes("FusedMLP", dtype, hidden=hidden, intermediate=intermediate)
         self.hidden, self.intermediate, self.act = hidden, intermediate, act
-
-        def empty(*shape: int) -> nn.Parameter:
-            return frozen(torch.empty(*shape, dtype=dtype, device=device))
-
+        empty = partial(empty_parameter, dtype=dtype, device=device)
         self.up = empty(intermediate, hidden)
         self.down = empty(hidden, intermediate)
         self.up_bias = empty(intermediate) if bias else None
@@ -224,7 +251,10 @@ class FusedMLP(nn.Module):
         down_bias: Tensor | None = None,
     ) -> Self:
         """A module that takes over up (F, H), down (H, F) and their biases."""
+        require_weights("FusedMLP", up=up, down=down)
         intermediate, hidden = up.shape
+        require_bias("FusedMLP", "up_bias", up_bias, intermediate)
+        require_bias("FusedMLP", "down_bias", down_bias, hidden)
         if tuple(down.shape) != (hidden, intermediate):
             raise ShapeError(
                 f"FusedMLP: up is {tuple(up.shape)}, down {tuple(down.shape)}; accepted: down "
@@ -233,9 +263,9 @@ class FusedMLP(nn.Module):
         module = cls(hidden, intermediate, act, device="meta")
         module.up, module.down = frozen(up), frozen(down)
         if up_bias is not None:
-            module.up_bias = frozen(up_bias)
+            module.up_bias = frozen(up_bias.reshape(-1))
         if down_bias is not None:
-            module.down_bias = frozen(down_bias)
+            module.down_bias = frozen(down_bias.reshape(-1))
         return module
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -267,6 +297,8 @@ class FusedQKV(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        sizes = {"n_heads": n_heads, "n_kv_heads": n_kv_heads, "head_dim": head_dim}
+        require_sizes("FusedQKV", dtype, hidden=hidden, **sizes)
         self.n_heads, self.n_kv_heads, self.head_dim = n_heads, n_kv_heads, head_dim
         rows = (n_heads + 2 * n_kv_heads) * head_dim
         self.weight = frozen(torch.empty(rows, hidden, dtype=dtype, device=device))
@@ -286,6 +318,7 @@ class FusedQKV(nn.Module):
         v_bias: Tensor | None = None,
     ) -> Self:
         """Join q (n_heads * head_dim, hidden), k and v (n_kv_heads * head_dim, hidden)."""
+        require_weights("FusedQKV", q=q, k=k, v=v)
         for name, tensor, heads in (("q", q, n_heads), ("k", k, n_kv_heads), ("v", v, n_kv_heads)):
             if tuple(tensor.shape) != (heads * head_dim, q.shape[1]):
                 raise ShapeError(
@@ -295,15 +328,16 @@ class FusedQKV(nn.Module):
         module = cls(q.shape[1], n_heads, n_kv_heads, head_dim, device="meta")
         module.weight = frozen(torch.cat((q, k, v)))
         biases = (q_bias, k_bias, v_bias)
-        if any(bias is not None for bias in biases):
-            module.bias = frozen(
-                torch.cat(
-                    [
-                        tensor.new_zeros(tensor.shape[0]) if bias is None else bias
-                        for bias, tensor in zip(biases, (q, k, v), strict=True)
-                    ]
-                )
-            )
+        for name, bias, tensor in zip("qkv", biases, (q, k, v), strict=True):
+            require_bias("FusedQKV", f"{name}_bias", bias, tensor.shape[0])
+        require_one_dtype("FusedQKV", q_bias=q_bias, k_bias=k_bias, v_bias=v_bias)
+        given = [bias for bias in biases if bias is not None]
+        if given:
+            parts = [
+                given[0].new_zeros(tensor.shape[0]) if bias is None else bias.reshape(-1)
+                for bias, tensor in zip(biases, (q, k, v), strict=True)
+            ]
+            module.bias = frozen(torch.cat(parts))
         return module
 
     def forward(self, x: Tensor, norm: RMSNorm | None = None) -> tuple[Tensor, Tensor, Tensor]:

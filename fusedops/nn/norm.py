@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from fusedops.nn.base import frozen
+from fusedops.nn.base import frozen, require_sizes
 from fusedops.ops.norm import fused_add_rms_norm, layer_norm, rms_norm
 from fusedops.prologue import RmsNormPrologue
 
@@ -37,6 +37,7 @@ class RMSNorm(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        require_sizes("RMSNorm", dtype, hidden=hidden)
         self.eps, self.weight_offset = eps, weight_offset
         self.round_before_weight = round_before_weight
         self.weight = frozen(torch.ones(hidden, dtype=dtype, device=device))
@@ -46,13 +47,19 @@ class RMSNorm(nn.Module):
         """This norm as a GEMM's prologue; its operands are ``weight`` and no row statistics."""
         return _prologue(self.eps, self.weight_offset, self.round_before_weight)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """norm(x), or with ``residual`` the pair (norm(x + residual), x + residual)."""
+    def normalize(self, x: Tensor) -> Tensor:
+        """norm(x), of the shape and dtype of x."""
         offset, order = self.weight_offset, self.round_before_weight
+        return rms_norm(x, self.weight, self.eps, weight_offset=offset, round_before_weight=order)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """norm(x), or with ``residual`` the pair (norm(x + residual), x + residual).
+
+        ``torch.autocast`` changes nothing: results have the dtype of x.
+        """
         if residual is None:
-            return rms_norm(
-                x, self.weight, self.eps, weight_offset=offset, round_before_weight=order
-            )
+            return self.normalize(x)
+        offset, order = self.weight_offset, self.round_before_weight
         return fused_add_rms_norm(
             x, residual, self.weight, self.eps, weight_offset=offset, round_before_weight=order
         )
@@ -78,6 +85,7 @@ class LayerNorm(nn.LayerNorm):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
+        require_sizes("LayerNorm", dtype, hidden=hidden)
         super().__init__(hidden, eps, elementwise_affine, bias, device=device, dtype=dtype)
         self.requires_grad_(False)
 

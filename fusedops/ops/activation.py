@@ -8,7 +8,7 @@ from torch import Tensor
 from fusedops.check import ACTIVATION_DTYPES, describe, require_dim, require_dtype
 from fusedops.epilogue.activations import ACTIVATIONS, lookup
 from fusedops.errors import ShapeError
-from fusedops.ops.op import Op
+from fusedops.ops.op import Op, entry
 
 __all__ = ["act_and_mul"]
 
@@ -46,7 +46,7 @@ Op(
     reference=_reference,
 )
 
-_OP_ACT_AND_MUL = torch.ops.fusedops.act_and_mul.default
+_OP_ACT_AND_MUL = entry("act_and_mul")
 
 
 def act_and_mul(x: Tensor, act: str = "silu") -> Tensor:

@@ -12,13 +12,15 @@ from fusedops.check import (
     describe,
     require_dim,
     require_dtype,
+    require_finite,
     require_same_device,
     require_shape,
+    require_tensor,
 )
 from fusedops.errors import ConfigError, ShapeError
 from fusedops.ops.attention_torch import Attention, attend_batched, attend_on_host
 from fusedops.ops.guards import empty_contiguous
-from fusedops.ops.op import Op
+from fusedops.ops.op import Op, entry
 from fusedops.ops.paged import check_paged_cache, check_paged_metadata, slots_view
 
 __all__ = ["check_paged_metadata", "paged_attention"]
@@ -70,6 +72,7 @@ def _check(
         require_dtype(op, "query_start", query_start, (torch.int32,))
         require_shape(op, "query_start", query_start, [(requests + 1,)], "an offset a request, +1")
         require_same_device(op, "q", q, query_start=query_start)
+    require_finite(op, "scale", scale)
     if max_query_len < 1 or window < 0 or not 0.0 <= softcap < math.inf:
         raise ConfigError(
             f"{op}: max_query_len={max_query_len}, window={window}, softcap={softcap}; accepted "
@@ -106,7 +109,16 @@ Op(
     reference=_reference,
 )
 
-_OP_PAGED_ATTENTION = torch.ops.fusedops.paged_attention.default
+_OP_PAGED_ATTENTION = entry("paged_attention")
+
+
+def _default_scale(q: Tensor) -> float:
+    try:
+        scale: float = q.shape[-1] ** -0.5
+    except (AttributeError, IndexError, ZeroDivisionError):
+        require_tensor("paged_attention", "q", q)
+        return 1.0  # the operation's own check says what is wrong with q's shape
+    return scale
 
 
 def paged_attention(
@@ -172,7 +184,7 @@ def paged_attention(
         seq_lens,
         query_start,
         max_query_len,
-        q.shape[-1] ** -0.5 if scale is None else scale,
+        _default_scale(q) if scale is None else scale,
         causal,
         window,
         softcap,

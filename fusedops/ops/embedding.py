@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from fusedops.check import (
@@ -14,7 +13,7 @@ from fusedops.check import (
 )
 from fusedops.errors import ShapeError
 from fusedops.ops.guards import INDEX_DTYPES, require_within
-from fusedops.ops.op import Op
+from fusedops.ops.op import Op, entry
 
 __all__ = ["embedding"]
 
@@ -62,7 +61,7 @@ Op(
     reference=_reference,
 )
 
-_OP_EMBEDDING = torch.ops.fusedops.embedding.default
+_OP_EMBEDDING = entry("embedding")
 
 
 def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from fusedops.check import (
     require_shape,
 )
 from fusedops.errors import LayoutError, PositionError
+from fusedops.ops.overlap import overlaps_itself
 
 __all__ = [
     "INDEX_DTYPES",
@@ -64,7 +65,12 @@ def require_writable(op: str, name: str, tensor: Tensor) -> None:
     """Raise LayoutError where several elements of an in-place argument share one memory cell."""
     if tensor.is_contiguous():
         return
-    if any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+    shape, stride = tensor.shape, tensor.stride()
+    repeated = any(n > 1 and step == 0 for n, step in zip(shape, stride, strict=True))
+    # Symbolic sizes are looked at again when the compiled code runs, as plain ones.
+    if repeated or (
+        all(type(n) is int for n in (*shape, *stride)) and overlaps_itself(shape, stride)
+    ):
         raise LayoutError(
             f"{op}: {name} is {describe(tensor)} with strides {tuple(tensor.stride())}: it is "
             f"written in place, so its elements may not share memory. Pass {name}.contiguous()."

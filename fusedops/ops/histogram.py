@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from fusedops.check import ACTIVATION_DTYPES, describe, require_dtype
+from fusedops.check import ACTIVATION_DTYPES, describe, describe_value, require_dtype
 from fusedops.errors import ConfigError
-from fusedops.ops.op import Op
+from fusedops.ops.op import Op, entry
 
 __all__ = [
     "HISTOGRAM_DTYPES",
@@ -69,9 +69,18 @@ def histogram(
         DTypeError: ``x`` has another dtype.
         UnsupportedError: ``x`` requires grad while grad mode is on.
     """
-    ends = None if range is None else [float(end) for end in range]
+    ends = None if range is None else _ends(range)
     result: Tensor = _OP_HISTOGRAM(x, bins, ends)
     return result
+
+
+def _ends(range: Sequence[float]) -> list[float]:
+    try:
+        return [float(end) for end in range]
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"histogram: range is {describe_value(range)}; accepted: two numbers (lo, hi), or None."
+        ) from None
 
 
 def bincount(x: Tensor, bins: int) -> Tensor:
@@ -282,6 +291,6 @@ Op(
     reference=_expert_histogram_reference,
 )
 
-_OP_HISTOGRAM = torch.ops.fusedops.histogram.default
-_OP_BINCOUNT = torch.ops.fusedops.bincount.default
-_OP_EXPERT_HISTOGRAM = torch.ops.fusedops.expert_histogram.default
+_OP_HISTOGRAM = entry("histogram")
+_OP_BINCOUNT = entry("bincount")
+_OP_EXPERT_HISTOGRAM = entry("expert_histogram")

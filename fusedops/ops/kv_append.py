@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from fusedops.check import require_dtype, require_shape
-from fusedops.errors import LayoutError
 from fusedops.ops.guards import (
     INDEX_DTYPES,
     require_per_token,
@@ -17,7 +16,8 @@ from fusedops.ops.guards import (
     require_within,
     require_writable,
 )
-from fusedops.ops.op import Op
+from fusedops.ops.op import Op, entry
+from fusedops.ops.overlap import require_disjoint
 from fusedops.ops.paged import check_paged_cache, require_length, require_pages, slots_view
 
 __all__ = [
@@ -59,11 +59,8 @@ def check_append(
 
 
 def require_two_caches(op: str, k_cache: Tensor, v_cache: Tensor) -> None:
-    """Raise LayoutError where both caches are one tensor: the values would replace the keys."""
-    if k_cache.data_ptr() == v_cache.data_ptr() and k_cache.numel():
-        raise LayoutError(
-            f"{op}: k_cache and v_cache are one tensor; both are written, so allocate one for each."
-        )
+    """Raise LayoutError where the caches share memory: the values would replace the keys."""
+    require_disjoint(op, "k_cache", k_cache, "v_cache", v_cache)
 
 
 def _place_few(
@@ -223,7 +220,7 @@ Op(
     reference=_append,
 )
 
-_OP_APPEND_PAGED_KV = torch.ops.fusedops.append_paged_kv.default
+_OP_APPEND_PAGED_KV = entry("append_paged_kv")
 
 
 def append_paged_kv(

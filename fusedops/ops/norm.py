@@ -22,12 +22,14 @@ from fusedops.check import (
     describe,
     require_dim,
     require_dtype,
+    require_finite,
     require_same_device,
     require_shape,
 )
-from fusedops.errors import ConfigError, DTypeError, LayoutError
+from fusedops.errors import ConfigError, DTypeError
 from fusedops.ops.guards import empty_contiguous, require_writable
-from fusedops.ops.op import Op
+from fusedops.ops.op import Op, entry
+from fusedops.ops.overlap import require_disjoint
 from fusedops.prologue import rms_normalize
 
 __all__ = ["fused_add_rms_norm", "fused_add_rms_norm_", "layer_norm", "rms_norm"]
@@ -51,6 +53,11 @@ def _check_eps(op: str, eps: float) -> None:
         raise ConfigError(f"{op}: eps is {eps}; accepted are finite values >= 0.")
 
 
+def _check_constants(op: str, eps: float, weight_offset: float) -> None:
+    _check_eps(op, eps)
+    require_finite(op, "weight_offset", weight_offset)
+
+
 def _check_x(op: str, x: Tensor) -> None:
     if x.dtype not in ACTIVATION_DTYPES:
         require_dtype(op, "x", x, ACTIVATION_DTYPES)
@@ -70,7 +77,7 @@ def _check_residual(op: str, x: Tensor, residual: Tensor) -> None:
 def _check_rms_norm(
     x: Tensor, weight: Tensor, eps: float, weight_offset: float, round_before_weight: bool
 ) -> None:
-    _check_eps("rms_norm", eps)
+    _check_constants("rms_norm", eps, weight_offset)
     _check_x("rms_norm", x)
     _check_parameter("rms_norm", "weight", weight, x)
 
@@ -112,7 +119,7 @@ def _check_fused_add_rms_norm(
     weight_offset: float,
     round_before_weight: bool,
 ) -> None:
-    _check_eps("fused_add_rms_norm", eps)
+    _check_constants("fused_add_rms_norm", eps, weight_offset)
     _check_x("fused_add_rms_norm", x)
     _check_residual("fused_add_rms_norm", x, residual)
     _check_parameter("fused_add_rms_norm", "weight", weight, x)
@@ -148,7 +155,7 @@ def _check_fused_add_rms_norm_(
     round_before_weight: bool,
 ) -> None:
     op = "fused_add_rms_norm_"
-    _check_eps(op, eps)
+    _check_constants(op, eps, weight_offset)
     _check_x(op, x)
     _check_residual(op, x, residual)
     _check_parameter(op, "weight", weight, x)
@@ -156,11 +163,8 @@ def _check_fused_add_rms_norm_(
     require_writable(op, "residual", residual)
 
 
-def _check_not_one(x: Tensor, residual: Tensor, *_rest: object) -> None:
-    if x.data_ptr() == residual.data_ptr() and x.numel():
-        raise LayoutError(
-            "fused_add_rms_norm_: x and residual are one tensor; both are written, so clone one."
-        )
+def _check_apart(x: Tensor, residual: Tensor, *_rest: object) -> None:
+    require_disjoint("fused_add_rms_norm_", "x", x, "residual", residual)
 
 
 def _fused_add_rms_norm_(
@@ -179,7 +183,7 @@ Op(
     "fused_add_rms_norm_(Tensor(a!) x, Tensor(b!) residual, Tensor weight, float eps,"
     " float weight_offset, bool round_before_weight) -> ()",
     check=_check_fused_add_rms_norm_,
-    check_aliases=_check_not_one,
+    check_aliases=_check_apart,
     fake=lambda *_args: None,
     reference=_fused_add_rms_norm_,
 )
@@ -216,10 +220,10 @@ Op(
 )
 
 # Looked up once: the three attribute reads would cost a tenth of a small call.
-_OP_RMS_NORM = torch.ops.fusedops.rms_norm.default
-_OP_FUSED_ADD_RMS_NORM = torch.ops.fusedops.fused_add_rms_norm.default
-_OP_FUSED_ADD_RMS_NORM_ = torch.ops.fusedops.fused_add_rms_norm_.default
-_OP_LAYER_NORM = torch.ops.fusedops.layer_norm.default
+_OP_RMS_NORM = entry("rms_norm")
+_OP_FUSED_ADD_RMS_NORM = entry("fused_add_rms_norm")
+_OP_FUSED_ADD_RMS_NORM_ = entry("fused_add_rms_norm_")
+_OP_LAYER_NORM = entry("layer_norm")
 
 
 def rms_norm(
@@ -245,7 +249,7 @@ def rms_norm(
         a contiguous tensor with the shape and dtype of ``x``.
 
     Raises:
-        ShapeError, DTypeError, DeviceError: an argument is not as described.
+        ShapeError, DTypeError, DeviceError, ConfigError: an argument is not as described.
         UnsupportedError: an input requires grad while grad mode is on.
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
@@ -275,7 +279,7 @@ def fused_add_rms_norm(
         ``rms_norm`` of that rounded sum, as a model computes it. Both are contiguous.
 
     Raises:
-        ShapeError, DTypeError, DeviceError: an argument is not as described.
+        ShapeError, DTypeError, DeviceError, ConfigError: an argument is not as described.
         UnsupportedError: an input requires grad while grad mode is on.
     """
     y, total = _OP_FUSED_ADD_RMS_NORM(x, residual, weight, eps, weight_offset, round_before_weight)
@@ -299,8 +303,8 @@ def fused_add_rms_norm_(
         x, residual, weight, eps, weight_offset, round_before_weight: as in ``fused_add_rms_norm``.
 
     Raises:
-        LayoutError: x or residual repeats a memory cell (an expanded tensor), or both are one.
-        ShapeError, DTypeError, DeviceError: an argument is not as described.
+        LayoutError: x or residual repeats a memory cell (an expanded tensor), or they overlap.
+        ShapeError, DTypeError, DeviceError, ConfigError: an argument is not as described.
         UnsupportedError: an input requires grad while grad mode is on.
     """
     _OP_FUSED_ADD_RMS_NORM_(x, residual, weight, eps, weight_offset, round_before_weight)
@@ -322,7 +326,7 @@ def layer_norm(
         a contiguous tensor with the shape and dtype of ``x``.
 
     Raises:
-        ShapeError, DTypeError, DeviceError: an argument is not as described.
+        ShapeError, DTypeError, DeviceError, ConfigError: an argument is not as described.
         UnsupportedError: an input requires grad while grad mode is on.
 
     Source: Ba, Kiros and Hinton, "Layer Normalization", 2016.

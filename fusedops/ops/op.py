@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from fusedops.errors import UnsupportedError
+from fusedops.check import require_argument_types
+from fusedops.errors import FusedOpsError, UnsupportedError
 from fusedops.providers.base import (
     SUPPORTED,
     Policy,
@@ -22,7 +23,7 @@ from fusedops.providers.base import (
     not_applicable,
 )
 
-__all__ = ["LIBRARY", "OPS", "Op", "ignore_autocast", "refuse_grad"]
+__all__ = ["LIBRARY", "OPS", "Op", "entry", "ignore_autocast", "refuse_grad"]
 
 LIBRARY = torch.library.Library("fusedops", "DEF")
 """The one library object; it must live as long as the process, or torch forgets the operators."""
@@ -42,6 +43,24 @@ def refuse_grad(op: str, args: tuple[Any, ...]) -> None:
                 f"fusedops::{op} is inference only, but an input requires grad while grad mode is "
                 "on; call it under torch.inference_mode() or torch.no_grad(), or detach the input"
             )
+
+
+def entry(name: str) -> Callable[..., Any]:
+    """``fusedops::<name>``, once defined, as its public Python function calls it.
+
+    Arguments of the wrong type raise DTypeError or ConfigError in place of torch's own error.
+    """
+    op = getattr(torch.ops.fusedops, name).default
+
+    def call(*args: Any) -> Any:
+        try:
+            return op(*args)
+        except (RuntimeError, TypeError) as error:
+            if not isinstance(error, FusedOpsError):
+                require_argument_types(name, op._schema, args)
+            raise
+
+    return call
 
 
 def _run_without_autocast(op: Callable[..., Any], device_type: str, *args: Any) -> Any:

@@ -17,8 +17,10 @@ from fusedops.check import (
     require_choice,
     require_dim,
     require_dtype,
+    require_integer,
     require_same_device,
     require_shape,
+    require_tensor,
 )
 from fusedops.errors import PositionError, ShapeError
 
@@ -118,9 +120,14 @@ def check_paged_metadata(
     Raises:
         PositionError: a length is negative or beyond its row of the table, or a page that is in
             use lies outside the pool.
-        ShapeError, DTypeError: an argument is not as described.
+        ShapeError, DTypeError, ConfigError: an argument is not as described.
     """
     op = "check_paged_metadata"
+    require_tensor(op, "seq_lens", seq_lens)
+    require_tensor(op, "block_table", block_table)
+    require_integer(op, "page_size", page_size, 0)
+    if pages is not None:
+        require_integer(op, "pages", pages, 0)
     require_dtype(op, "seq_lens", seq_lens, (torch.int32, torch.int64))
     require_dtype(op, "block_table", block_table, (torch.int32, torch.int64))
     require_dim(op, "block_table", block_table, 2, exactly=True)

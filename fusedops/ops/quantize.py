@@ -22,11 +22,12 @@ from fusedops.check import (
     require_dtype,
     require_same_device,
     require_shape,
+    require_tensor,
 )
 from fusedops.epilogue.base import E4M3_MAX
 from fusedops.epilogue.outputs import GROUP
 from fusedops.errors import ConfigError, DTypeError
-from fusedops.ops.op import Op
+from fusedops.ops.op import Op, entry
 
 __all__ = [
     "FORMATS",
@@ -133,6 +134,8 @@ def quantize(
             f"quantize: granularity={granularity!r} takes no given scale; leave out scale for "
             f"dynamic groups, or use granularity {' or '.join(_STATIC_GRANULARITIES)}."
         )
+    require_tensor("quantize", "x", x)
+    require_tensor("quantize", "scale", scale)
     # The operator tells tensor from token by the scale's shape; a mismatch must not pass as the
     # other one.
     if granularity == "tensor":
@@ -342,6 +345,6 @@ Op(
     reference=_dequantize_reference,
 )
 
-_OP_QUANTIZE = torch.ops.fusedops.quantize.default
-_OP_QUANTIZE_STATIC = torch.ops.fusedops.quantize_static.default
-_OP_DEQUANTIZE = torch.ops.fusedops.dequantize.default
+_OP_QUANTIZE = entry("quantize")
+_OP_QUANTIZE_STATIC = entry("quantize_static")
+_OP_DEQUANTIZE = entry("dequantize")

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fusedops.check import describe, require_choice, require_dtype
+from fusedops.check import describe, describe_value, require_choice, require_dtype
 from fusedops.errors import ConfigError, ShapeError
-from fusedops.ops.op import Op
+from fusedops.ops.op import Op, entry
 
 __all__ = ["REDUCE_DTYPES", "REDUCTIONS", "Reduction", "reduce"]
 
@@ -73,9 +73,18 @@ def reduce(
         ShapeError: ``dim`` outside ``x``; an empty dimension where the table says so.
         UnsupportedError: ``x`` requires grad while grad mode is on.
     """
-    dims = [dim] if isinstance(dim, int) else None if dim is None else list(dim)
+    dims = [dim] if isinstance(dim, int) else None if dim is None else _listed(dim)
     result: Tensor = _OP_REDUCE(x, op, dims, keepdim)
     return result
+
+
+def _listed(dim: Sequence[int]) -> list[int]:
+    try:
+        return list(dim)
+    except TypeError:
+        raise ConfigError(
+            f"reduce: dim is {describe_value(dim)}; accepted: an integer, several, or None for all."
+        ) from None
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -275,4 +284,4 @@ Op(
     reference=_reference,
 )
 
-_OP_REDUCE = torch.ops.fusedops.reduce.default
+_OP_REDUCE = entry("reduce")

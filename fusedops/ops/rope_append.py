@@ -7,7 +7,8 @@ from torch import Tensor
 
 from fusedops.ops.guards import require_writable
 from fusedops.ops.kv_append import append_slots, check_append, require_two_caches, write_slots
-from fusedops.ops.op import Op
+from fusedops.ops.op import Op, entry
+from fusedops.ops.overlap import require_disjoint
 from fusedops.ops.rope_kv import check_rope, require_in_table, rotate_in_place
 
 __all__ = ["rope_append_paged_kv_"]
@@ -32,6 +33,23 @@ def _check(
     check_append(_NAME, k, v, k_cache, v_cache, block_table, request_index, positions, layout)
     require_writable(_NAME, "q", q)
     require_writable(_NAME, "k", k)
+
+
+def _check_apart(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *_rest: object,
+) -> None:
+    require_two_caches(_NAME, k_cache, v_cache)
+    require_disjoint(_NAME, "q", q, "k", k)
+    # v is read once q and k are rotated.
+    require_disjoint(_NAME, "k", k, "v", v)
+    require_disjoint(_NAME, "q", q, "v", v)
 
 
 def _reference(
@@ -68,14 +86,12 @@ Op(
     " Tensor(c!) k_cache, Tensor(d!) v_cache, Tensor block_table, Tensor request_index, str style,"
     " str layout) -> ()",
     check=_check,
-    check_aliases=lambda q, k, v, positions, cos_sin, k_cache, v_cache, *_rest: require_two_caches(
-        _NAME, k_cache, v_cache
-    ),
+    check_aliases=_check_apart,
     fake=lambda *_args: None,
     reference=_reference,
 )
 
-_OP_ROPE_APPEND_PAGED_KV_ = torch.ops.fusedops.rope_append_paged_kv_.default
+_OP_ROPE_APPEND_PAGED_KV_ = entry("rope_append_paged_kv_")
 
 
 def rope_append_paged_kv_(
@@ -107,6 +123,7 @@ def rope_append_paged_kv_(
     Raises:
         PositionError: as in ``rope`` and ``append_paged_kv``, on the CPU and with nothing written.
             On a GPU a token whose position lies outside ``cos_sin`` or its pages is not stored.
+        LayoutError: q, k and v share a memory cell, or the two caches do.
         ShapeError, DTypeError, DeviceError, LayoutError, ConfigError: an argument is not as
             described.
         UnsupportedError: an input requires grad while grad mode is on.

@@ -25,7 +25,8 @@ from fusedops.ops.guards import (
     require_writable,
 )
 from fusedops.ops.kv_append import append_paged_kv
-from fusedops.ops.op import Op
+from fusedops.ops.op import Op, entry
+from fusedops.ops.overlap import require_disjoint
 
 __all__ = [
     "ROPE_STYLES",
@@ -209,12 +210,13 @@ Op(
     check_values=lambda q, k, positions, cos_sin, style: require_in_table(
         "rope_", positions, cos_sin
     ),
+    check_aliases=lambda q, k, *_rest: require_disjoint("rope_", "q", q, "k", k),
     fake=lambda *_args: None,
     reference=rotate_in_place,
 )
 
-_OP_ROPE = torch.ops.fusedops.rope.default
-_OP_ROPE_ = torch.ops.fusedops.rope_.default
+_OP_ROPE = entry("rope")
+_OP_ROPE_ = entry("rope_")
 
 
 def rope(
@@ -255,12 +257,14 @@ def rope_(
 ) -> None:
     """In-place ``rope``: q and k may be views of one fused QKV tensor; only they are written.
 
+    They must not share an element.
+
     Args:
         q, k, positions, cos_sin, style: as in ``rope``.
 
     Raises:
         PositionError: as in ``rope``, with nothing written. On a GPU such a token is left as it is.
-        LayoutError: q or k repeats a memory cell (an expanded tensor).
+        LayoutError: q or k repeats a memory cell (an expanded tensor), or they overlap.
         ShapeError, DTypeError, DeviceError, ConfigError: an argument is not as described.
         UnsupportedError: an input requires grad while grad mode is on.
     """

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedops.check import describe_value, require_finite, require_integer
 from fusedops.errors import ConfigError
 
 __all__ = ["RopeScaling", "rope_table"]
@@ -27,6 +28,9 @@ _HF_KEYS = {
     "truncate": "truncate",
 }
 """Hugging Face's name of a scaling parameter -> the field of RopeScaling."""
+
+_NUMBERS = tuple(name for name in _HF_KEYS.values() if name != "truncate")
+"""The fields of RopeScaling that hold a number, or None."""
 
 _HF_KEYS_ELSEWHERE = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 """Keys of the same dict that are arguments of ``rope_table`` (or say which kind it is)."""
@@ -65,7 +69,7 @@ class RopeScaling:
     truncate: bool = True
 
     def __post_init__(self) -> None:
-        needed = _NEEDED_FIELDS.get(self.kind)
+        needed = _NEEDED_FIELDS.get(self.kind) if isinstance(self.kind, str) else None
         if needed is None:
             raise ConfigError(
                 f"rope scaling kind {self.kind!r} is not supported; accepted are "
@@ -75,6 +79,10 @@ class RopeScaling:
         for name in needed:
             if getattr(self, name) is None:
                 raise ConfigError(f"rope scaling {self.kind!r} needs {name}; set it.")
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            if value is not None:
+                require_finite("rope scaling", name, value)
         if not 1.0 <= self.factor < math.inf:
             raise ConfigError(f"rope scaling: factor is {self.factor}; it must be at least 1.")
         low, high = self.low_freq_factor, self.high_freq_factor
@@ -231,10 +239,16 @@ def rope_table(
     Models via Positional Interpolation", 2023 (linear); Peng et al., "YaRN", 2023; Grattafiori et
     al., "The Llama 3 Herd of Models", 2024.
     """
-    if rotary_dim < 2 or rotary_dim % 2:
+    require_integer("rope_table", "rotary_dim", rotary_dim, 2)
+    if rotary_dim % 2:
         raise ConfigError(f"rope_table: rotary_dim is {rotary_dim}; it must be even and >= 2.")
-    if max_position < 1:
-        raise ConfigError(f"rope_table: max_position is {max_position}; it must be >= 1.")
+    require_integer("rope_table", "max_position", max_position, 1)
+    require_finite("rope_table", "theta", theta)
+    if scaling is not None and not isinstance(scaling, RopeScaling):
+        raise ConfigError(
+            f"rope_table: scaling is {describe_value(scaling)}; accepted: a RopeScaling (of a "
+            "Hugging Face config's dict: RopeScaling.from_hf), or None."
+        )
     if not 1.0 < theta < math.inf:
         raise ConfigError(f"rope_table: theta is {theta}; it must be finite and > 1.")
     exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim

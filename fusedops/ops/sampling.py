@@ -18,7 +18,7 @@ from fusedops.check import (
     require_shape,
 )
 from fusedops.errors import ConfigError, ShapeError
-from fusedops.ops.op import Op
+from fusedops.ops.op import Op, entry
 
 __all__ = ["greedy", "sample"]
 
@@ -198,8 +198,8 @@ Op(
     reference=_sample,
 )
 
-_OP_GREEDY = torch.ops.fusedops.greedy.default
-_OP_SAMPLE = torch.ops.fusedops.sample.default
+_OP_GREEDY = entry("greedy")
+_OP_SAMPLE = entry("sample")
 
 
 def greedy(logits: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fusedops.check import require_dim, require_dtype
-from fusedops.ops.op import Op
+from fusedops.ops.op import Op, entry
 
 __all__ = ["TRANSPOSE_DTYPES", "transpose"]
 
@@ -81,4 +81,4 @@ Op(
     reference=_reference,
 )
 
-_OP_TRANSPOSE = torch.ops.fusedops.transpose.default
+_OP_TRANSPOSE = entry("transpose")

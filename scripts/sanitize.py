@@ -48,7 +48,10 @@ def _prefill_launcher(tile: PrefillTile, problem: GemmProblem) -> Launch:
 
 
 def gemm(
-    launcher: Callable[[GemmProblem], Launch], m: int, prologue: Prologue = NO_PROLOGUE
+    launcher: Callable[[GemmProblem], Launch],
+    m: int,
+    prologue: Prologue = NO_PROLOGUE,
+    sm_count: int = SM_COUNT,
 ) -> bool:
     """Run the chain on whole numbers; whether the result is exact."""
     spec = GemmSpec(Dense(N, K), CHAIN, DTYPE, prologue)
@@ -65,7 +68,7 @@ def gemm(
     problem = fusedops.explain(x, w, CHAIN, operands, out_dtype=DTYPE, prologue=prologue).problem
     results = spec.allocate(x)
     main, *extra = (written(result, m) for result in results)
-    launch = launcher(replace(problem, sm_count=SM_COUNT))
+    launch = launcher(replace(problem, sm_count=sm_count))
     launch(x, w, main, operands_read(spec, operands, m), extra)
     exact = y.double() @ w.double().T + bias.double() + residual.double()
     statistic = (results[1].sum(0) - results[0].float().square().sum(1)).abs().max()
@@ -104,7 +107,16 @@ def prefill() -> Iterator[Case]:
             yield f"{name} M={m}", partial(gemm, partial(_prefill_launcher, tiles[name]), m)
 
 
-FAMILIES = {"decode": decode, "norm": norm, "prefill": prefill}
+def split() -> Iterator[Case]:
+    """The prefill kernel with K split over a cluster, whose clusters have one tile."""
+    tiles = {tile.name: tile for tile in prefill_tiles()}
+    for name in ("c128x128k2", "c128x128k4", "c128x256k8"):
+        for m in (3, 130):
+            launcher = partial(_prefill_launcher, tiles[name])
+            yield f"{name} M={m}", partial(gemm, launcher, m, sm_count=132)
+
+
+FAMILIES = {"decode": decode, "norm": norm, "prefill": prefill, "split": split}
 
 
 def main() -> int:

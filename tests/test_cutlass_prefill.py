@@ -56,12 +56,15 @@ def sass_of(problem: GemmProblem, tile: PrefillTile, folder: Path, *, aligned: b
         ),
         ("c128x32n2", "residual", {}, 8),
         ("p128x128m2", "bias|quantize(e4m3,group128)", {}, 16),
+        ("c128x128k4", "bias|residual|row_stat(sumsq,132)", {}, 8),
+        ("c128x256k2", "gate", {}, 8),
     ],
 )
 def test_aligned_kernel_stores_in_bulk_and_spills_nothing(
     name: str, chain: str, changes: dict[str, Any], products: int, tmp_path: Path
 ) -> None:
-    tile, problem = TILES[name], make_problem(chain, 4096, **changes)
+    tile = TILES[name]
+    problem = make_problem(chain, 4096 if tile.split == 1 else 128, **changes)
     sass = sass_of(problem, tile, tmp_path)
     assert len(re.findall(r"\bHGMMA\.", sass)) == products
     assert "UTMALDG" in sass
@@ -91,7 +94,8 @@ def test_names_are_unique_over_both_families() -> None:
 @pytest.mark.parametrize("tile", prefill_tiles(), ids=lambda tile: tile.name)
 @pytest.mark.parametrize("chain", ["none", "gate", "quantize"])
 def test_resources_fit_an_sm(tile: PrefillTile, chain: str) -> None:
-    problem = make_problem(chain, 4096)
+    # A cluster that splits K has one tile.
+    problem = make_problem(chain, 4096 if tile.split == 1 else 128)
     config = tile.problem_config(problem)
     assert tile.legal(problem) is None
     assert config.stages >= 3
@@ -114,6 +118,11 @@ def test_resources_fit_an_sm(tile: PrefillTile, chain: str) -> None:
         ({"cluster_m": 2, "cluster_n": 2}, "one or two CTAs"),
         ({"mode": "both"}, "accepted: cooperative"),
         ({"tile_m": 512}, "accumulators"),
+        ({"split": 3}, "accepted: 1, 2, 4, 8"),
+        ({"split": 2, "mode": "pingpong"}, "cooperative tile of 128 rows"),
+        ({"split": 2, "tile_m": 256, "tile_n": 64}, "cooperative tile of 128 rows"),
+        ({"split": 2, "cluster_n": 2}, "share nothing else"),
+        ({"split": 4, "tile_n": 192}, "multiple of 32 columns"),
     ],
 )
 def test_impossible_tiling_is_refused(changes: dict[str, Any], reason: str) -> None:
@@ -127,6 +136,10 @@ def test_tiling_says_why_it_cannot_serve_a_problem() -> None:
     assert "too few parts" in str(tile.legal(make_problem("row_stat", 512)))
     assert "whole groups" in str(tile.legal(make_problem("quantize(e4m3,group128)", 512)))
     assert "SMs" in str(tile.legal(make_problem("none", 512, sm_count=1)))
+    split = TILES["c128x128k4"]
+    assert "more tiles than 33 clusters" in str(split.legal(make_problem("none", 256)))
+    assert "fewer k-tiles" in str(split.legal(make_problem("none", 128, k=192)))
+    assert "too few parts" in str(split.legal(make_problem("row_stat(sumsq,32)", 128)))
     decode = decode_tiles()[0]
     assert "whole groups" in str(decode.legal(make_problem("quantize(e4m3,group128)")))
 

@@ -30,6 +30,7 @@ CONSUMERS = 2
 
 _MODES = ("cooperative", "pingpong")
 _WGMMA_ROWS = 64
+_STEP_COLUMNS = 32
 # 128 x 192 a warpgroup is the largest accumulator that leaves registers for an epilogue.
 _MAX_ACCUMULATORS = 192
 
@@ -39,6 +40,7 @@ _MEMORY_BYTES_PER_US = 4.0e6
 _L2_BYTES_PER_US = 7.0e6
 _SHARED_BYTES_PER_CYCLE = 118
 _LAUNCH_US = 3.0
+_EXCHANGE_US = 1.5
 
 
 def store_columns(out_columns: int, element_bytes: int) -> int:
@@ -62,6 +64,7 @@ class PrefillConfig:
             share the x tile); at most two together.
         pingpong: each warpgroup has a tile of its own; otherwise two warpgroups share one.
         group: tiles of a cluster along M that are walked before the next column of tiles.
+        split: CTAs of a cluster that share a tile's K instead; then it has one tile.
     """
 
     tile_m: int
@@ -71,11 +74,17 @@ class PrefillConfig:
     cluster_n: int
     pingpong: bool
     group: int
+    split: int = 1
 
     @property
     def cluster(self) -> int:
-        """CTAs of a cluster."""
+        """CTAs of a cluster that share what they load."""
         return self.cluster_m * self.cluster_n
+
+    @property
+    def ctas(self) -> int:
+        """CTAs of a cluster."""
+        return self.cluster * self.split
 
     @property
     def sharing(self) -> int:
@@ -114,6 +123,7 @@ class PrefillTile:
     cluster_n: int
     mode: str
     group: int
+    split: int = 1
 
     def __post_init__(self) -> None:
         if self.mode not in _MODES:
@@ -125,8 +135,25 @@ class PrefillTile:
             raise ConfigError(f"{self.name}: tile_n={self.tile_n}; accepted: 32, 64 ... 256.")
         if self.cluster_m * self.cluster_n not in (1, 2):
             raise ConfigError(f"{self.name}: a cluster has one or two CTAs.")
-        if self.config(2, 2, self.tile_n).accumulators > _MAX_ACCUMULATORS:
+        if self.split > 1:
+            self._check_split()
+        if self.config(2, 2, self.tile_n // self.split).accumulators > _MAX_ACCUMULATORS:
             raise ConfigError(f"{self.name}: more than {_MAX_ACCUMULATORS} accumulators a thread.")
+
+    def _check_split(self) -> None:
+        if self.split not in (2, 4, 8):
+            raise ConfigError(f"{self.name}: split={self.split}; accepted: 1, 2, 4, 8.")
+        one_block = self.mode == "cooperative" and self.tile_m == CONSUMERS * _WGMMA_ROWS
+        if not one_block or self.cluster_m * self.cluster_n > 1:
+            raise ConfigError(
+                f"{self.name}: K is split over the CTAs of a cooperative tile of 128 rows, which "
+                "share nothing else."
+            )
+        if self.tile_n % (self.split * _STEP_COLUMNS):
+            raise ConfigError(
+                f"{self.name}: each of {self.split} CTAs finishes a multiple of {_STEP_COLUMNS} "
+                f"columns; tile_n={self.tile_n}."
+            )
 
     def stages(self, element_bytes: int, out_bytes: int, out_columns: int) -> int:
         """TMA stages that fit beside the staging buffers and the barriers."""
@@ -145,11 +172,12 @@ class PrefillTile:
             self.cluster_n,
             self.mode == "pingpong",
             self.group,
+            self.split,
         )
 
     def out_columns(self, problem: GemmProblem) -> int:
-        """Columns of the result that a tile gives."""
-        return self.tile_n * problem.spec.out_n // problem.spec.n
+        """Columns of the result that a CTA gives."""
+        return self.tile_n // self.split * problem.spec.out_n // problem.spec.n
 
     def problem_config(self, problem: GemmProblem) -> PrefillConfig:
         """The compiled configuration that serves ``problem``."""
@@ -163,8 +191,10 @@ class PrefillTile:
 
     def clusters(self, m: int, n: int, sm_count: int) -> int:
         """Clusters to launch: one CTA an SM, and no cluster without a tile."""
-        capacity = sm_count // (self.cluster_m * self.cluster_n)
-        return min(capacity, self.cluster_tiles(m, n))
+        return min(self._capacity(sm_count), self.cluster_tiles(m, n))
+
+    def _capacity(self, sm_count: int) -> int:
+        return sm_count // (self.cluster_m * self.cluster_n * self.split)
 
     def legal(self, problem: GemmProblem) -> str | None:
         """Why the tiling cannot serve ``problem``, or None if it can."""
@@ -175,14 +205,19 @@ class PrefillTile:
             return "the chain changes the number of columns other than by one gate"
         if self.problem_config(problem).stages < 3:
             return "fewer than 3 stages fit the shared memory"
-        if problem.sm_count < self.cluster_m * self.cluster_n:
+        capacity = self._capacity(problem.sm_count)
+        if capacity == 0:
             return f"a cluster needs more SMs than {problem.sm_count}"
+        if self.split > 1 and self.cluster_tiles(problem.m, spec.n) > capacity:
+            return f"there are more tiles than {capacity} clusters, which have one tile each"
+        if self.split > -(-spec.k // K_TILE):
+            return f"K={spec.k} has fewer k-tiles than CTAs that share them"
         columns = self.out_columns(problem)
         for node in spec.epilogue:
             parts = getattr(node, "parts", None)
-            needed = -(-spec.n // self.tile_n)
-            if parts is not None and parts < needed:
-                return f"{node} has too few parts for one a tile of {self.tile_n} columns"
+            tile_n = self.tile_n // self.split
+            if parts is not None and parts < -(-spec.n // tile_n):
+                return f"{node} has too few parts for one a tile of {tile_n} columns"
             if columns % node.group_columns():
                 return f"{node} needs whole groups of {node.group_columns()} columns in a tile"
         return None
@@ -196,15 +231,17 @@ class PrefillTile:
         """
         spec = problem.spec
         element = problem.x_dtype.itemsize
-        cluster = self.cluster_m * self.cluster_n
         sms = max(1, problem.sm_count)
-        waves = -(-self.cluster_tiles(problem.m, spec.n) // max(1, sms // cluster))
+        waves = -(-self.cluster_tiles(problem.m, spec.n) // max(1, self._capacity(sms)))
+        k = spec.k / self.split
         rate = min(1.0, _SHARED_BYTES_PER_CYCLE / (4096 / self.tile_n + 64))
-        wgmma_us = 2 * self.tile_m * self.tile_n * spec.k / (_TENSOR_FLOPS_PER_US / sms * rate)
-        loaded = (self.tile_m / self.cluster_n + self.tile_n / self.cluster_m) * spec.k * element
+        wgmma_us = 2 * self.tile_m * self.tile_n * k / (_TENSOR_FLOPS_PER_US / sms * rate)
+        loaded = (self.tile_m / self.cluster_n + self.tile_n / self.cluster_m) * k * element
         main_us = max(wgmma_us, loaded / (_L2_BYTES_PER_US / sms))
         # About 4 bytes a cycle and thread at 1.6 GHz through the chain, staging and the store.
-        epilogue_us = self.tile_m * self.tile_n / (2 * 128) / 100
+        epilogue_us = self.tile_m * self.tile_n / self.split / (2 * 128) / 100
+        if self.split > 1:
+            epilogue_us += _EXCHANGE_US
         if self.mode == "pingpong":
             tiles_us = max(waves * main_us + 2 * epilogue_us, waves * epilogue_us)
         else:

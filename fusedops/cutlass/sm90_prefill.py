@@ -5,7 +5,9 @@ order (``raster``). One warp loads x and w through a ring of TMA stages, across 
 warpgroups multiply, with most of the SM's registers moved to them. Cooperative: both share a tile,
 64-row blocks in turn. Ping-pong: each has a tile of its own, and their main loops take turns, so
 that one's epilogue runs beside the other's products. The CTAs of a cluster share the tile they have
-in common: each loads half of it and the bulk copy writes it to both.
+in common: each loads half of it and the bulk copy writes it to both. Or they split its K: each
+multiplies a part of K, and gets some columns of the sum (``reduce_scatter``); then a cluster has
+one tile.
 
 Order. ``ring`` has the protocol of the stages, ``staging`` that of the result's buffers, each of
 which belongs to one warpgroup. In ping-pong mode the warpgroups take the CTA's tiles alternately,
@@ -23,6 +25,7 @@ Sources: PTX ISA, "wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg", "grid
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import cutlass
@@ -45,8 +48,10 @@ from fusedops.cutlass.arguments import chain_tensors, fake_tensor
 from fusedops.cutlass.mainloop import multiply
 from fusedops.cutlass.math import CUTE_DTYPES, STORAGE_DTYPES
 from fusedops.cutlass.prefill_epilogue import PrefillEpilogue, TilePlace
+from fusedops.cutlass.prefill_loads import PrefillLoads, k_span
 from fusedops.cutlass.raster import Raster
-from fusedops.cutlass.ring import Ring, load, load_atom, partition
+from fusedops.cutlass.reduce_scatter import ReduceScatter
+from fusedops.cutlass.ring import Ring, load_atom
 from fusedops.cutlass.staging import ROWS, Staging
 from fusedops.cutlass.tile import ChainEmission, halves_columns
 from fusedops.epilogue.chain import Epilogue
@@ -83,12 +88,17 @@ class PrefillGemm:
         self.operand_names = [operand.name for operand in epilogue.operands]
         self.output_names = [output.name for output, _ in epilogue.extra_outputs(1 << 20)]
         halving = 2 if any(halves_columns(node) for node in epilogue) else 1
-        columns = store_columns(config.tile_n // halving, out_dtype.itemsize)
+        # Behind a split the epilogue has a narrower tile.
+        self.finished = replace(config, tile_n=config.tile_n // config.split)
+        columns = store_columns(self.finished.tile_n // halving, out_dtype.itemsize)
         self.staging = Staging(out_dtype, columns, STORE_BUFFERS, CONSUMERS)
         self.ring = Ring(config.stages, 4 * config.sharing, config.cluster)
         self.raster = Raster(
             config.tile_m, config.tile_n, config.cluster_m, config.cluster_n, config.group
         )
+        self.sums = ReduceScatter(config.split, CONSUMERS * WARPGROUP, config.accumulators)
+        stage_bytes = (config.tile_m + config.tile_n) * K_TILE * dtype.itemsize
+        self.loads = PrefillLoads(config, self.ring, self.raster, pdl, stage_bytes)
 
     @cute.jit
     def __call__(
@@ -129,9 +139,9 @@ class PrefillGemm:
         self.kernel(
             x_atom, x_tma, w_atom, w_tma, result, tensors, tiled_mma, x_layout, w_layout, s_layout
         ).launch(
-            grid=[clusters * cfg.cluster, 1, 1],
+            grid=[clusters * cfg.ctas, 1, 1],
             block=[THREADS, 1, 1],
-            cluster=[cfg.cluster, 1, 1],
+            cluster=[cfg.ctas, 1, 1],
             stream=stream,
             use_pdl=self.pdl,
             min_blocks_per_mp=1,
@@ -156,9 +166,9 @@ class PrefillGemm:
         block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        rank = block % cfg.cluster
-        cluster = block // cfg.cluster
-        clusters = grid // cfg.cluster
+        rank = block % cfg.ctas
+        cluster = block // cfg.ctas
+        clusters = grid // cfg.ctas
 
         if const_expr(self.pdl):
             cute.arch.griddepcontrol_launch_dependents()
@@ -167,8 +177,9 @@ class PrefillGemm:
             cpasync.prefetch_descriptor(w_atom)
 
         smem = SmemAllocator()
-        barriers = smem.allocate_array(Int64, 2 * cfg.stages)
+        barriers = smem.allocate_array(Int64, 2 * cfg.stages + 2)
         full, empty = barriers, barriers + cfg.stages
+        drained, received = barriers + 2 * cfg.stages, barriers + 2 * cfg.stages + 1
         s_x = smem.allocate_tensor(
             self.element, x_layout.outer, byte_alignment=1024, swizzle=x_layout.inner
         )
@@ -181,14 +192,23 @@ class PrefillGemm:
             byte_alignment=1024,
             swizzle=s_layout.inner,
         )
+        if const_expr(cfg.split > 1):
+            if thread == 0:
+                self.sums.initialize(drained, received)
         self.ring.initialize(full, empty, thread)
+        if const_expr(cfg.split > 1):
+            cute.arch.cluster_arrive_relaxed()
 
         if warp >= CONSUMERS * 4:
             cute.arch.setmaxregister_decrease(cfg.producer_registers)
             if warp == CONSUMERS * 4:
-                self._produce(x_atom, x, s_x, w_atom, w, s_w, full, empty, cluster, clusters, rank)
+                self.loads.run(
+                    (x_atom, x, s_x), (w_atom, w, s_w), (full, empty), (cluster, clusters, rank)
+                )
             elif const_expr(self.pdl):
                 cute.arch.griddepcontrol_wait()
+            if const_expr(cfg.split > 1):
+                cute.arch.cluster_wait()
         else:
             cute.arch.setmaxregister_increase(cfg.consumer_registers)
             if const_expr(self.pdl):
@@ -200,82 +220,13 @@ class PrefillGemm:
                 s_out,
                 result,
                 tensors,
-                full,
-                empty,
-                cluster,
-                clusters,
-                rank,
+                (full, empty, drained, received),
+                (cluster, clusters, rank),
             )
-        if const_expr(cfg.cluster > 1):
+        if const_expr(cfg.ctas > 1):
             # A CTA's barriers must outlive the other's last arrival there.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
-
-    @cute.jit
-    def _produce(
-        self,
-        x_atom: cute.CopyAtom,
-        x: cute.Tensor,
-        s_x: cute.Tensor,
-        w_atom: cute.CopyAtom,
-        w: cute.Tensor,
-        s_w: cute.Tensor,
-        full: cute.Pointer,
-        empty: cute.Pointer,
-        cluster: Int32,
-        clusters: Int32,
-        rank: Int32,
-    ) -> None:
-        """One warp: load the stages of every tile of the cluster, in order."""
-        cfg = self.config
-        stage_bytes = (cfg.tile_m + cfg.tile_n) * K_TILE * self.dtype.itemsize
-        x_from, x_to = partition(
-            x_atom, x, s_x, (cfg.tile_m, K_TILE), rank // cfg.cluster_m, cfg.cluster_n
-        )
-        w_from, w_to = partition(
-            w_atom, w, s_w, (cfg.tile_n, K_TILE), rank % cfg.cluster_m, cfg.cluster_m
-        )
-        counts = self.raster.counts(cute.size(x, mode=[0]), cute.size(w, mode=[0]))
-        tiles = counts[0] * counts[1]
-        k_tiles = cute.ceil_div(cute.size(x, mode=[1]), K_TILE)
-
-        # Weights of the first tile do not depend on earlier kernels.
-        tile_m, tile_n = self.raster.locate(cluster, counts, rank)
-        ahead = cutlass.min(k_tiles, Int32(cfg.stages))
-        for i in cutlass.range(ahead, unroll=1):
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(full + i, stage_bytes)
-            load(w_atom, w_from[(None, tile_n, i)], w_to[(None, i)], full + i, cfg.cluster_m)
-        if const_expr(self.pdl):
-            cute.arch.griddepcontrol_wait()
-        for i in cutlass.range(ahead, unroll=1):
-            load(x_atom, x_from[(None, tile_m, i)], x_to[(None, i)], full + i, cfg.cluster_n)
-
-        stage = ahead % cfg.stages
-        parity = Int32(1) - ahead // cfg.stages
-        first = ahead
-        for tile in cutlass.range(cluster, tiles, clusters, unroll=1):
-            tile_m, tile_n = self.raster.locate(tile, counts, rank)
-            for kt in cutlass.range(first, k_tiles, unroll=1):
-                cute.arch.mbarrier_wait(empty + stage, parity)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full + stage, stage_bytes)
-                load(
-                    x_atom,
-                    x_from[(None, tile_m, kt)],
-                    x_to[(None, stage)],
-                    full + stage,
-                    cfg.cluster_n,
-                )
-                load(
-                    w_atom,
-                    w_from[(None, tile_n, kt)],
-                    w_to[(None, stage)],
-                    full + stage,
-                    cfg.cluster_m,
-                )
-                stage, parity = self.ring.next(stage, parity)
-            first = Int32(0)
 
     @cute.jit
     def _consume(
@@ -286,14 +237,14 @@ class PrefillGemm:
         s_out: cute.Tensor,
         result: Any,
         tensors: Any,
-        full: cute.Pointer,
-        empty: cute.Pointer,
-        cluster: Int32,
-        clusters: Int32,
-        rank: Int32,
+        barriers: Any,
+        place: Any,
     ) -> None:
         """Two warpgroups: products and epilogue of the cluster's tiles."""
         cfg = self.config
+        full, empty, drained, received = barriers
+        cluster, clusters, rank = place
+        peer = rank if const_expr(cfg.split == 1) else Int32(0)
         x, s_x = x_pair
         w, s_w = w_pair
         cta_thread, _, _ = cute.arch.thread_idx()
@@ -302,15 +253,24 @@ class PrefillGemm:
         m_size, n_size = cute.size(x, mode=[0]), cute.size(w, mode=[0])
         counts = self.raster.counts(m_size, n_size)
         tiles = counts[0] * counts[1]
-        k_tiles = cute.ceil_div(cute.size(x, mode=[1]), K_TILE)
+        _, k_tiles = k_span(cfg, cute.ceil_div(cute.size(x, mode=[1]), K_TILE), rank)
 
         mma = tiled_mma.get_slice(group % cfg.sharing * WARPGROUP)
         frag_x = tiled_mma.make_fragment_A(mma.partition_A(s_x))
         frag_w = tiled_mma.make_fragment_B(mma.partition_B(s_w))
         shape = mma.partition_C(cute.make_identity_tensor((cfg.tile_m, cfg.tile_n))).shape
         acc = cute.make_rmem_tensor(shape, Float32)
+        finished = acc
+        if const_expr(cfg.split > 1):
+            finished = cute.make_rmem_tensor(cute.make_layout(self.sums.owned), Float32)
         epilogue = PrefillEpilogue(
-            cfg, self._emission(tensors), self.staging, self.aligned, s_out, result[-1], result[0]
+            self.finished,
+            self._emission(tensors),
+            self.staging,
+            self.aligned,
+            s_out,
+            result[-1],
+            result[0],
         )
 
         # Ping-pong: warpgroup g has every other tile of the CTA, from its g-th on.
@@ -322,9 +282,11 @@ class PrefillGemm:
             if turn == 1:
                 cute.arch.barrier_arrive(barrier_id=ORDER, number_of_threads=THREADS - WARPGROUP)
         for tile in cutlass.range(cluster + turn * clusters, tiles, turns * clusters, unroll=1):
-            tile_m, tile_n = self.raster.locate(tile, counts, rank)
+            tile_m, tile_n = self.raster.locate(tile, counts, peer)
+            if const_expr(cfg.split > 1):
+                tile_n = tile_n * cfg.split + rank
             # Pinned, or the compiler would divide only when the products are done.
-            place = TilePlace(
+            at = TilePlace(
                 _pinned(tile_m),
                 _pinned(tile_n),
                 group % cfg.sharing,
@@ -342,10 +304,15 @@ class PrefillGemm:
                 cute.arch.barrier_arrive(
                     barrier_id=ORDER + 1 - turn, number_of_threads=THREADS - WARPGROUP
                 )
-            loaded = epilogue.first_operands(place)
+            loaded = epilogue.first_operands(at)
             warpgroup.wait_group(0)
-            self.ring.release(empty + last)
-            epilogue.run(acc, place, loaded, buffer)
+            if const_expr(cfg.split == 1):
+                self.ring.release(empty + last)
+            else:
+                cute.arch.cluster_wait()
+                ring = Int32(s_x.iterator.toint())
+                self.sums.run(acc, finished, ring, drained, received, rank, cta_thread)
+            epilogue.run(finished, at, loaded, buffer)
             iteration += turns * k_tiles
             if const_expr(epilogue.stores % STORE_BUFFERS != 0):
                 buffer = (buffer + epilogue.stores) % STORE_BUFFERS

@@ -74,7 +74,8 @@ class PrefillCandidate:
         tile = self.tile
         return (
             f"prefill kernel {tile.name}, {tile.mode}, tiles of {tile.tile_m} x {tile.tile_n}, "
-            f"{self.clusters} clusters of {tile.cluster_m} x {tile.cluster_n}, "
+            f"{self.clusters} clusters of {tile.cluster_m} x {tile.cluster_n}"
+            f"{f', K split by {tile.split}' if tile.split > 1 else ''}, "
             f"predicted {self.predicted_us:.1f} us"
         )
 

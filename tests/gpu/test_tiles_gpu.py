@@ -31,23 +31,24 @@ N, K = 592, 1096
 SM_COUNT = 6
 DECODE = {tile.name: tile for tile in decode_tiles()}
 PREFILL = {tile.name: tile for tile in prefill_tiles()}
-REPRESENTATIVES = ("r32k128", "r64k128s2", "r112k64", "c128x192m2", "p64x128m2")
+REPRESENTATIVES = ("r32k128", "r64k128s2", "r112k64", "c128x192m2", "p64x128m2", "c128x128k4")
 
 pytestmark = pytest.mark.gpu
 
 
-def problem_of(case: Case) -> GemmProblem:
-    """The case's problem on a GPU of ``SM_COUNT`` multiprocessors."""
-    with fusedops.use_provider("cutlass"):
-        explanation = fusedops.explain(
-            case.x, case.w, case.spec.epilogue, case.operands, out_dtype=case.spec.out_dtype
-        )
-    return replace(explanation.problem, sm_count=SM_COUNT)
+def problem_of(case: Case, sm_count: int) -> GemmProblem:
+    """The case's problem on a GPU of ``sm_count`` multiprocessors."""
+    explanation = fusedops.explain(
+        case.x, case.w, case.spec.epilogue, case.operands, out_dtype=case.spec.out_dtype
+    )
+    return replace(explanation.problem, sm_count=sm_count)
 
 
 def candidate(case: Case, tile: DecodeTile | PrefillTile) -> Candidate:
     """The tiling for the case; skips where it is not legal."""
-    problem = problem_of(case)
+    # Clusters that split K have one tile, so these take as many as there are.
+    split = isinstance(tile, PrefillTile) and tile.split > 1
+    problem = problem_of(case, 132 if split else SM_COUNT)
     if refusal := tile.legal(problem):
         pytest.skip(refusal)
     kind = DecodeCandidate if isinstance(tile, DecodeTile) else PrefillCandidate

@@ -37,10 +37,13 @@ _MAX_ACCUMULATORS = 192
 # Constants of the analytic model, for an H200; see PrefillTile.predicted_us.
 _TENSOR_FLOPS_PER_US = 800e6
 _MEMORY_BYTES_PER_US = 4.0e6
-_L2_BYTES_PER_US = 7.0e6
+_SM_BYTES_PER_US = 112e3
+"""What an SM takes in through its port, 64 bytes a cycle: multicast saves L2's reads, not these."""
 _SHARED_BYTES_PER_CYCLE = 118
 _LAUNCH_US = 3.0
 _EXCHANGE_US = 1.5
+_RESIDENT_CLUSTERS = {4: 26, 8: 12}
+"""Clusters of four and eight that run at once: they do not fill every group of SMs."""
 
 
 def store_columns(out_columns: int, element_bytes: int) -> int:
@@ -226,18 +229,19 @@ class PrefillTile:
         """Time by the analytic model: the larger of memory traffic and the busiest CTA's tiles.
 
         A tile takes the longest of its wgmma time (which shared memory bounds for small N: a
-        64 x N x 16 instruction reads 2048 + 32 N bytes in N / 2 cycles), and its loads through L2.
+        64 x N x 16 instruction reads 2048 + 32 N bytes in N / 2 cycles), and what its SM takes in.
         The epilogue runs beside the other warpgroup's main loop in ping-pong mode, else after it.
         """
         spec = problem.spec
         element = problem.x_dtype.itemsize
         sms = max(1, problem.sm_count)
-        waves = -(-self.cluster_tiles(problem.m, spec.n) // max(1, self._capacity(sms)))
+        resident = min(self._capacity(sms), _RESIDENT_CLUSTERS.get(self.split, sms))
+        waves = -(-self.cluster_tiles(problem.m, spec.n) // max(1, resident))
         k = spec.k / self.split
         rate = min(1.0, _SHARED_BYTES_PER_CYCLE / (4096 / self.tile_n + 64))
         wgmma_us = 2 * self.tile_m * self.tile_n * k / (_TENSOR_FLOPS_PER_US / sms * rate)
-        loaded = (self.tile_m / self.cluster_n + self.tile_n / self.cluster_m) * k * element
-        main_us = max(wgmma_us, loaded / (_L2_BYTES_PER_US / sms))
+        taken = (self.tile_m + self.tile_n) * k * element
+        main_us = max(wgmma_us, taken / _SM_BYTES_PER_US)
         # About 4 bytes a cycle and thread at 1.6 GHz through the chain, staging and the store.
         epilogue_us = self.tile_m * self.tile_n / self.split / (2 * 128) / 100
         if self.split > 1:

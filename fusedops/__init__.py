@@ -33,11 +33,13 @@ from fusedops.ops.rope_kv import rope, rope_
 from fusedops.ops.rope_table import RopeScaling, rope_table
 from fusedops.ops.sampling import greedy, sample
 from fusedops.ops.transpose import transpose
+from fusedops.providers import cuda as _cuda
 from fusedops.providers import cutlass as _cutlass
 from fusedops.providers import cutlass_sm80 as _cutlass_sm80
 from fusedops.providers import flashinfer as _flashinfer
 from fusedops.providers.base import use_provider
 
+_cuda.register(_OPS)
 _cutlass.register()
 _cutlass_sm80.register()
 _flashinfer.register(_OPS)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from fusedops.errors import BuildError, ConfigError, DeviceError, LaunchError
+from fusedops.jit.bound import BoundLaunch
 from fusedops.jit.driver import (
     INVALID_CONTEXT,
     Driver,
@@ -247,6 +250,67 @@ class CudaKernel:
         except AttributeError:
             prepared = self._local.prepared = _Prepared(self._layout, self._offsets)
         plan = (grid, block, shared_bytes, pdl, cluster)
+        function = self._fill(prepared, device, plan, values)
+        prepared.config.stream = _raw_stream(device) if stream is None else stream
+        launch_args = (prepared.config_reference, function, prepared.pointers, None)
+        status = self._api.launch_kernel(*launch_args)
+        if status:
+            self._retry(plan, device, launch_args, status)
+
+    def bind(
+        self,
+        device: int,
+        grid: Dim3,
+        block: Dim3,
+        constants: Sequence[int | float],
+        shared_bytes: int = 0,
+        pdl: bool = False,
+        cluster: Dim3 | None = None,
+    ) -> BoundLaunch:
+        """A launch on one device whose arguments are fixed, but for the addresses they begin with.
+
+        Args:
+            device: index of a CUDA device; the kernel is loaded there.
+            grid, block, shared_bytes, pdl, cluster: as ``launch``.
+            constants: the values of the last parameters; those before them are pointers.
+
+        Raises:
+            ConfigError: a parameter before the constants is no pointer.
+            LaunchError, BuildError: as ``launch``.
+        """
+        count = len(self.parameters) - len(constants)
+        if count < 0 or set(self.parameters[:count]) - {"pointer"}:
+            raise ConfigError(
+                f"{self.name} takes ({', '.join(self.parameters)}), got {len(constants)} "
+                "constants; what stands before them must be pointers."
+            )
+        prepared = _Prepared(self._layout, self._offsets)
+        plan = (grid, block, shared_bytes, pdl, cluster)
+        function = self._fill(prepared, device, plan, (*[0] * count, *constants))
+        launch_args = (prepared.config_reference, function, prepared.pointers, None)
+        return BoundLaunch(
+            self._api.launch_kernel,
+            launch_args,
+            prepared.values,
+            prepared.config,
+            count,
+            functools.partial(_raw_stream, device),
+            lambda status: self._retry(plan, device, launch_args, status),
+        )
+
+    def _retry(self, plan: _Plan, device: int, launch_args: tuple[Any, ...], status: int) -> None:
+        api = self._api
+        if status == INVALID_CONTEXT:  # the first CUDA call of a new thread
+            api.make_current(device)
+            status = api.launch_kernel(*launch_args)
+        if status:
+            raise self._refused(plan, device, api.explain(status))
+
+    def _fill(
+        self, prepared: _Prepared, device: int, plan: _Plan, values: Sequence[int | float]
+    ) -> int:
+        """Write a launch into ``prepared``; returns the function to launch, loaded and allowed."""
+        grid, block, shared_bytes, _, cluster = plan
         if plan != prepared.plan:
             sizes = (*grid, *block, *(cluster or (1, 1, 1)))
             if len(sizes) != 9 or min(sizes) < 1 or max(sizes) > _LARGEST_SIZE or shared_bytes < 0:
@@ -264,8 +328,6 @@ class CudaKernel:
                 f"{self.name} takes ({', '.join(self.parameters)}), got {values!r}: {error}."
             ) from error
         function = self._functions.get(device) or self._load(device)
-        api = self._api
-        prepared.config.stream = _raw_stream(device) if stream is None else stream
         allowed_bytes, allowed_blocks = self._allowed[device]
         cluster_blocks = 1 if cluster is None else cluster[0] * cluster[1] * cluster[2]
         if shared_bytes > allowed_bytes or cluster_blocks > allowed_blocks:
@@ -273,13 +335,7 @@ class CudaKernel:
                 self._allow(device, shared_bytes, cluster_blocks)
             except DriverError as error:
                 raise self._refused(plan, device, str(error)) from error
-        launch_args = (prepared.config_reference, function, prepared.pointers, None)
-        status = api.launch_kernel(*launch_args)
-        if status == INVALID_CONTEXT:  # the first CUDA call of a new thread
-            api.make_current(device)
-            status = api.launch_kernel(*launch_args)
-        if status:
-            raise self._refused(plan, device, api.explain(status))
+        return function
 
     def _allow(self, device: int, shared_bytes: int, cluster_blocks: int) -> None:
         with self._lock:
@@ -327,6 +383,9 @@ class CudaKernel:
         )
 
 
-def _raw_stream(device: int) -> int:
-    # torch.cuda.current_stream() builds a Stream object for it, at ten times the cost.
-    return int(torch._C._cuda_getCurrentRawStream(device))
+def _no_stream(device: int) -> int:
+    raise DeviceError(f"cuda:{device}: this build of torch has no CUDA. Install one that has.")
+
+
+# torch.cuda.current_stream() builds a Stream object for it, at ten times the cost.
+_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _no_stream)

@@ -1,0 +1,106 @@
+"""Transposes and the plain copy against torch: the memory's read + write roof."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fusedops.bench.contenders import Contender
+from fusedops.bench.data import Buffers
+from fusedops.bench.goal_run import GoalRun, Reading
+from fusedops.bench.goals import goal
+from fusedops.bench.goals.cuda_rows import COVERS, MINE, contenders, reading
+from fusedops.bench.measurement import Measurement, Outcome, speedup
+from fusedops.bench.oracles import bitwise
+from fusedops.ops.transpose import transpose
+from fusedops.providers.cuda_copy import UNROLLS, copy
+
+__all__ = ["COPY_BYTES", "TRANSPOSES", "copy_outcomes", "transpose_outcomes"]
+
+TRANSPOSES: dict[str, tuple[int, int, torch.dtype]] = {
+    "8192_fp32": (8192, 8192, torch.float32),
+    "16384_bf16": (16384, 16384, torch.bfloat16),
+    "16384_int8": (16384, 16384, torch.int8),
+    "odd_fp32": (8191, 8193, torch.float32),
+}
+"""Rows, columns and dtype of each transpose goal, by the end of its id."""
+
+COPY_BYTES = 2 << 30
+
+
+def transpose_outcomes(
+    run: GoalRun, rows: int, columns: int, dtype: torch.dtype
+) -> dict[str, Outcome]:
+    """One matrix turned by us and by torch; every element must be the same."""
+
+    def make(generator: torch.Generator) -> Buffers:
+        x = torch.empty(rows, columns, dtype=dtype, device=run.device)
+        if dtype.is_floating_point:
+            return Buffers((x.normal_(generator=generator),))
+        return Buffers((x.random_(-128, 128, generator=generator),))
+
+    def check(results: tuple[Tensor, ...], buffers: Buffers) -> str | None:
+        return bitwise(results[0], buffers.inputs[0].t())
+
+    def torchs(x: Tensor) -> Tensor:
+        return x.t().contiguous()
+
+    key = f"{rows}x{columns} {str(dtype).removeprefix('torch.')}"
+    return run.measure(key, contenders(transpose, torchs, check), make)
+
+
+def _register(name: str, rows: int, columns: int, dtype: torch.dtype) -> None:
+    covers = (*COVERS, "csrc/transpose.cu", "fusedops/ops/transpose.py")
+
+    @goal(f"cuda.transpose.{name}", provider="cuda", covers=covers)
+    def turned(run: GoalRun) -> Reading:
+        return reading(run, transpose_outcomes(run, rows, columns, dtype))
+
+
+for _name, _case in TRANSPOSES.items():
+    _register(_name, *_case)
+
+
+def copy_outcomes(run: GoalRun, total_bytes: int) -> dict[str, Outcome]:
+    """Our copy with each number of vectors a thread, and torch's product with a number."""
+
+    def make(generator: torch.Generator) -> Buffers:
+        x = torch.empty(total_bytes // 4, device=run.device).normal_(generator=generator)
+        return Buffers((x,), (torch.empty_like(x),))
+
+    def ours(unroll: int) -> Contender:
+        def launch(buffers: Buffers) -> None:
+            copy(buffers.inputs[0], buffers.outputs[0], unroll)
+
+        return Contender(
+            MINE if unroll == UNROLLS[0] else f"{MINE} {unroll}",
+            launch,
+            lambda results, buffers: bitwise(results[0], buffers.inputs[0]),
+        )
+
+    def product(buffers: Buffers) -> None:
+        torch.mul(buffers.inputs[0], 1.5, out=buffers.outputs[0])
+
+    def check_product(results: tuple[Tensor, ...], buffers: Buffers) -> str | None:
+        return bitwise(results[0], buffers.inputs[0] * 1.5)
+
+    torchs = Contender("torch.mul", product, check_product)
+    return run.measure(f"{total_bytes} bytes", [*map(ours, UNROLLS), torchs], make)
+
+
+@goal("cuda.copy_over_torch_mul", provider="cuda", covers=(*COVERS, "csrc/copy.cu"))
+def copy_over_torch_mul(run: GoalRun) -> Reading:
+    """The bandwidth of the copy that is the default over that of torch's product."""
+    rows = copy_outcomes(run, COPY_BYTES)
+    name, peer = run.best(rows, ["torch.mul"])
+    ratio = speedup(run.mine(rows, MINE), peer)
+    times = [
+        f"{key} {row.median_us:.0f}" for key, row in rows.items() if isinstance(row, Measurement)
+    ]
+    return Reading(
+        ratio.median,
+        ratio.low,
+        ratio.high,
+        peer=f"{name} {peer.median_us:.0f} us",
+        note=f"us: {', '.join(times)}",
+    )

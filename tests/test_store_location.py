@@ -200,15 +200,16 @@ def test_a_folder_that_may_not_be_read_is_refused(
 
 
 @needs_root
-def test_a_folder_of_mode_0_is_refused_by_who_is_not_root(tmp_path: Path) -> None:
-    for part in (tmp_path, *tmp_path.parents[:2]):
-        part.chmod(0o755)
-    closed = tmp_path / "closed"
-    closed.mkdir()
-    os.chown(closed, NOBODY_UID, NOBODY_UID)
-    closed.chmod(0)
-    with Worker({"FUSEDOPS_CACHE_DIR": str(closed)}) as worker:
-        answer = worker.ask("as_nobody", spec="a")
+def test_a_folder_of_mode_0_is_refused_by_who_is_not_root() -> None:
+    # Not below tmp_path: how many of its parents are root's alone is up to pytest.
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        closed = Path(folder) / "closed"
+        closed.mkdir()
+        os.chown(closed, NOBODY_UID, NOBODY_UID)
+        closed.chmod(0)
+        with Worker({"FUSEDOPS_CACHE_DIR": str(closed)}) as worker:
+            answer = worker.ask("as_nobody", spec="a")
     assert answer["error"] == "BuildError"
     assert "may not read it" in answer["message"]
     assert "FUSEDOPS_CACHE_DIR" in answer["message"]

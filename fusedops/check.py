@@ -21,6 +21,7 @@ __all__ = [
     "describe",
     "describe_value",
     "require_argument_types",
+    "require_bool",
     "require_choice",
     "require_dim",
     "require_dtype",
@@ -46,16 +47,50 @@ def describe(tensor: Tensor) -> str:
 def describe_value(value: object) -> str:
     """``2.0 (float)``: how error messages name an argument that is no tensor."""
     if isinstance(value, Tensor):
+        if not _is_dense(value):  # a nested one has no shape to tell
+            return f"a tensor of layout {_layout(value)}"
         return f"a tensor, {describe(value)}"
     text = repr(value)
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
 
 
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _layout(tensor: Tensor) -> str:
+    name = str(tensor.layout).removeprefix("torch.")
+    return f"{name}, nested" if tensor.is_nested else name
+
+
+def _require_dense(op: str, name: str, tensor: Tensor) -> None:
+    if not _is_dense(tensor):
+        convert = "to_padded_tensor(padding)" if tensor.is_nested else "to_dense()"
+        raise LayoutError(
+            f"{op}: {name} is a tensor of layout {_layout(tensor)}; accepted: a torch.Tensor of "
+            f"layout strided (dense), not nested. Call {name}.{convert} first."
+        )
+
+
 def require_tensor(op: str, name: str, value: object, optional: bool = False) -> None:
-    """Raise DTypeError unless ``value`` is a tensor (or None, where that is accepted)."""
-    if not isinstance(value, Tensor) and not (optional and value is None):
+    """Check that ``value`` is a dense tensor (or None, where that is accepted).
+
+    Raises:
+        DTypeError: it is no tensor.
+        LayoutError: it is sparse or nested.
+    """
+    if isinstance(value, Tensor):
+        _require_dense(op, name, value)
+    elif not (optional and value is None):
         accepted = "a torch.Tensor or None" if optional else "a torch.Tensor"
         raise DTypeError(f"{op}: {name} is {describe_value(value)}; accepted: {accepted}.")
+
+
+def require_bool(op: str, **options: object) -> None:
+    """Raise ConfigError unless every option is True or False."""
+    for name, value in options.items():
+        if not isinstance(value, bool):
+            raise ConfigError(f"{op}: {name} is {describe_value(value)}; accepted: True or False.")
 
 
 def require_integer(op: str, name: str, value: object, minimum: int) -> None:
@@ -121,6 +156,7 @@ def require_argument_types(op: str, schema: Any, args: Sequence[object]) -> None
 
     Raises:
         DTypeError: something that is no tensor stands for one.
+        LayoutError: a tensor is sparse or nested.
         ConfigError: an option is of the wrong type.
     """
     for argument, value in zip(schema.arguments, args, strict=False):
@@ -131,14 +167,22 @@ def require_argument_types(op: str, schema: Any, args: Sequence[object]) -> None
             raise error(
                 f"{op}: {argument.name} is {describe_value(value)}; accepted: {words}."
             ) from None
+        if isinstance(value, Tensor):
+            _require_dense(op, argument.name, value)
+        for index, tensor in enumerate(value if isinstance(value, (list, tuple)) else ()):
+            if isinstance(tensor, Tensor):
+                _require_dense(op, f"{argument.name}[{index}]", tensor)
 
 
-def require_dtype(op: str, name: str, tensor: Tensor, accepted: Sequence[torch.dtype]) -> None:
-    """Raise DTypeError unless ``tensor`` has one of the accepted dtypes."""
+def require_dtype(
+    op: str, name: str, tensor: Tensor, accepted: Sequence[torch.dtype], why: str = ""
+) -> None:
+    """Raise DTypeError unless ``tensor`` has one of the accepted dtypes; ``why`` explains them."""
     if tensor.dtype not in accepted:
         names = ", ".join(str(d).removeprefix("torch.") for d in accepted)
         raise DTypeError(
-            f"{op}: {name} is {describe(tensor)}; accepted dtypes: {names}. Cast {name} first."
+            f"{op}: {name} is {describe(tensor)}; accepted dtypes: {names}"
+            f"{f' ({why})' if why else ''}. Cast {name} first."
         )
 
 

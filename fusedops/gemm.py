@@ -17,10 +17,12 @@ from torch import Tensor
 
 from fusedops.check import require_integer
 from fusedops.epilogue.chain import Epilogue
+from fusedops.epilogue.spec import forget_when_redefined
 from fusedops.errors import DeviceError
 from fusedops.jit.launch import device_arch
 from fusedops.ops.gemm_arguments import (
     as_epilogue,
+    as_prologue,
     cached_spec,
     ordered,
     require_out_apart,
@@ -29,7 +31,7 @@ from fusedops.ops.gemm_arguments import (
     shape_of,
     spec_text,
 )
-from fusedops.ops.op import LIBRARY, ignore_autocast, refuse_grad
+from fusedops.ops.op import LIBRARY, ignore_autocast, refuse_grad, refuse_layouts
 from fusedops.problem import GemmProblem, GemmSpec
 from fusedops.prologue import Prologue
 from fusedops.providers.base import Policy, Support, choose, current_policy
@@ -44,8 +46,11 @@ _plans: dict[tuple[Any, ...], tuple[str, GemmRun]] = {}
 
 
 def clear_plans() -> None:
-    """Forget every cached plan: needed after registering a provider or defining a node anew."""
+    """Forget every cached plan: needed after registering a provider."""
     _plans.clear()
+
+
+forget_when_redefined(clear_plans)
 
 
 def _aligned_bytes(tensors: Sequence[Tensor]) -> int:
@@ -114,6 +119,7 @@ def _key(
         else:
             key += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
     if out is not None:
+        key += (len(out),)  # an empty list is not None
         for tensor in out:
             key += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
             key += (tensor.data_ptr() & 15,)
@@ -147,7 +153,11 @@ def _run(
     if torch.is_grad_enabled():
         refuse_grad("gemm", (x, w, operands))
     policy = current_policy()
-    key = _key(spec, policy, x, w, operands, out)
+    try:
+        key = _key(spec, policy, x, w, operands, out)
+    except AttributeError:
+        require_types(x, w, (None, None, None, None), operands, out)
+        raise
     plan = _plans.get(key)
     if plan is None:
         plan = _plan(spec, policy, x, w, operands, out)
@@ -163,7 +173,8 @@ def _run(
 def _run_out(
     x: Tensor, w: Tensor, operands: Sequence[Tensor | None], spec: str, out: Sequence[Tensor]
 ) -> None:
-    require_out_apart(x, w, operands, out)
+    axes = [operand.axis for operand in GemmSpec.parse(spec).operands]
+    require_out_apart(x, w, operands, axes, out)
     _run(x, w, operands, spec, out)
 
 
@@ -185,10 +196,12 @@ LIBRARY.define("gemm(Tensor x, Tensor w, Tensor?[] operands, str spec) -> Tensor
 LIBRARY.impl("gemm", _run, "CompositeExplicitAutograd")
 torch.library.register_fake("fusedops::gemm", _fake, lib=LIBRARY)
 ignore_autocast("gemm")
+refuse_layouts("gemm")
 LIBRARY.define("gemm_out(Tensor x, Tensor w, Tensor?[] operands, str spec, Tensor(a!)[] out) -> ()")
 LIBRARY.impl("gemm_out", _run_out, "CompositeExplicitAutograd")
 torch.library.register_fake("fusedops::gemm_out", _fake_out, lib=LIBRARY)
 ignore_autocast("gemm_out")
+refuse_layouts("gemm_out")
 
 
 def gemm(
@@ -210,7 +223,8 @@ def gemm(
             before this call: it is read before that one has ended.
         epilogue: a chain or its text, e.g. ``"bias|act(silu)"``; see ``fusedops.epilogue``.
         operands: what the chain reads, by name or in the chain's order.
-        out_dtype: dtype of the result; default: what the chain forces, else x's (bf16 for 8-bit x).
+        out_dtype: float32, bf16, fp16, or e4m3 or int8, to which the result saturates; default:
+            what the chain forces, else x's (bf16 for 8-bit x).
         prologue: e.g. ``"rms_norm(1e-05)"``, applied to x first.
         weight: the weight's format; default: dense.
         out: tensor(s) to write instead of new ones; the result may have a row pitch.
@@ -317,6 +331,7 @@ def explain_problem(
     *,
     dtype: torch.dtype = torch.bfloat16,
     epilogue: Epilogue | str | None = None,
+    prologue: Prologue | str | None = None,
     out_dtype: torch.dtype | None = None,
     device: str = "cpu",
 ) -> Explanation:
@@ -330,7 +345,8 @@ def explain_problem(
     for name, size in (("M", m), ("N", n), ("K", k)):
         require_integer("explain", name, size, 0)
     require_x_dtype(dtype)
-    spec = cached_spec((n, k), as_epilogue(epilogue), dtype, out_dtype, None)
+    spec = cached_spec((n, k), as_epilogue(epilogue), dtype, out_dtype, as_prologue(prologue))
+    spec.check_prologue(dtype)
     operand_dtypes = tuple(
         dtype if dtype in operand.dtypes else operand.dtypes[0] for operand in spec.operands
     )

@@ -98,7 +98,7 @@ def rope_permutation(head_dim: int) -> Tensor:
     blocks of their 8 partners.
 
     Raises:
-        ShapeError: the head dimension is not one of ``ROPE_HEAD_DIMS``.
+        ShapeError: the head dimension is not 64, 96, 128 or 256.
     """
     _require_head_dim(head_dim)
     order = torch.arange(head_dim).reshape(2, head_dim // (2 * PACK), PACK)

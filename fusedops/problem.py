@@ -18,7 +18,12 @@ from torch import Tensor
 
 from fusedops.epilogue.base import FLOAT_DTYPES, Context, Operand
 from fusedops.epilogue.chain import NO_EPILOGUE, Epilogue
-from fusedops.epilogue.spec import dtype_from_name, dtype_name, split_chain
+from fusedops.epilogue.spec import (
+    dtype_from_name,
+    dtype_name,
+    forget_when_redefined,
+    split_chain,
+)
 from fusedops.errors import ConfigError, DeviceError, DTypeError, LayoutError, ShapeError
 from fusedops.prologue import NO_PROLOGUE, Prologue
 from fusedops.weight import WeightFormat
@@ -142,17 +147,14 @@ class GemmSpec:
             raise LayoutError(
                 f"gemm: x has strides {x.stride()}; K must be contiguous. Call x.contiguous()."
             )
-        if self.prologue != NO_PROLOGUE and x.dtype not in FLOAT_DTYPES:
-            raise DTypeError(
-                f"gemm: x is {dtype_name(x.dtype)}; the prologue {self.prologue} takes f32, "
-                "bf16 and f16 activations; quantize behind it, or leave it out."
-            )
+        self.check_prologue(x.dtype)
         self.weight.check(x, weight)
         if len(operands) != len(self.operands):
             names = ", ".join(self.operand_names) or "none"
+            missing = ", ".join(self.operand_names[len(operands) :])
             raise ShapeError(
                 f"gemm: got {len(operands)} operand(s), the spec {self} needs "
-                f"{len(self.operands)}: {names}."
+                f"{len(self.operands)}: {names}{f'; missing: {missing}' if missing else ''}."
             )
         if weight.device != x.device:
             raise DeviceError(
@@ -166,8 +168,8 @@ class GemmSpec:
             if tensor is None:
                 if not operand.optional:
                     raise ShapeError(
-                        f"gemm: operand {operand.name!r} is None but not optional; pass it by name "
-                        f"in operands={{{operand.name!r}: ...}}."
+                        f"gemm: operand {operand.name!r} is missing, and not optional in the spec "
+                        f"{self}; pass it by name in operands={{{operand.name!r}: ...}}."
                     )
                 continue
             operand.check("gemm", tensor, m_shape, m, width, self.k)
@@ -176,6 +178,15 @@ class GemmSpec:
                     f"gemm: x is on {x.device}, operand {operand.name!r} on {tensor.device}; "
                     "move both to one device."
                 )
+
+    def check_prologue(self, x_dtype: torch.dtype) -> None:
+        """Raise DTypeError unless the prologue, if there is one, takes such activations."""
+        if self.prologue != NO_PROLOGUE and x_dtype not in FLOAT_DTYPES:
+            raise DTypeError(
+                f"gemm: x is {str(x_dtype).removeprefix('torch.')}; the prologue {self.prologue} "
+                "takes float32, bfloat16 and float16 activations; quantize behind it, or leave it "
+                "out."
+            )
 
     def check_out(self, x: Tensor, out: Sequence[Tensor]) -> None:
         """Raise unless ``out`` can take the results of activations ``x``.
@@ -225,20 +236,23 @@ class GemmSpec:
         return expected
 
 
+forget_when_redefined(GemmSpec.parse.cache_clear)
+
+
 def _check_pitch(out: Tensor) -> None:
     """LayoutError unless ``out`` is rows of stride-1 elements with one pitch over all rows."""
     if out.numel() == 0:
         return
     n = out.shape[-1]
     legal = n == 1 or out.stride(-1) == 1
-    if out.dim() >= 2:
-        pitch = out.stride(-2)
-        rows = out.shape[-2]
-        legal = legal and (rows == 1 or pitch >= n)
-        for dim in range(out.dim() - 3, -1, -1):
-            inner = rows
-            rows *= out.shape[dim]
-            legal = legal and (out.shape[dim] == 1 or out.stride(dim) == pitch * inner)
+    # Rows of every leading dimension together have one pitch; dimensions of one element have none.
+    rows = zip(out.shape[-2::-1], out.stride()[-2::-1], strict=True)
+    pitches = [(size, step) for size, step in rows if size > 1]
+    expected = pitches[0][1] if pitches else n
+    legal = legal and expected >= n
+    for size, step in pitches:
+        legal = legal and step == expected
+        expected = step * size
     if not legal:
         raise LayoutError(
             f"gemm_out: out has shape {tuple(out.shape)} and strides {out.stride()}; accepted are "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fusedops.errors import ConfigError, ShapeError
-from serving_demo.check import require_type
+from serving_demo.check import require_int
 from serving_demo.config import ModelConfig
 
 __all__ = [
@@ -23,6 +24,9 @@ __all__ = [
 DEFAULT_PAGE_SIZE = 16
 """Positions a page. Small pages waste little at a request's end."""
 
+MAX_PAGES = 2**31 - 1
+"""A block table holds page numbers as int32."""
+
 
 class BlockAllocator:
     """Hands out page numbers of a pool, the lowest free ones first.
@@ -35,9 +39,7 @@ class BlockAllocator:
     """
 
     def __init__(self, n_pages: int) -> None:
-        require_type("n_pages", n_pages, int, "are ints")
-        if n_pages < 1:
-            raise ConfigError(f"a cache needs at least one page, got {n_pages}.")
+        require_int("n_pages", n_pages, 1, MAX_PAGES, "It is the pages of the cache.")
         self.n_pages = n_pages
         self._free = list(range(n_pages))
         self._taken: set[int] = set()
@@ -88,6 +90,9 @@ class PagedKVCache:
         n_pages: pages in the pool.
         page_size: positions a page, >= 1.
         dtype, device: of the pool; dtype is the model's.
+
+    Raises:
+        ConfigError: a size is no int, out of range, or more than the device has memory for.
     """
 
     def __init__(
@@ -102,8 +107,16 @@ class PagedKVCache:
         self.page_size = page_size
         self.allocator = BlockAllocator(n_pages)
         shape = (config.n_layers, 2, n_pages, page_size, config.n_kv_heads, config.head_dim)
-        # Nothing ever reads a slot that was not written, so the pool needs no clearing.
-        self._pool = torch.empty(shape, dtype=dtype, device=device)
+        try:
+            # Nothing ever reads a slot that was not written, so the pool needs no clearing.
+            self._pool = torch.empty(shape, dtype=dtype, device=device)
+        except (RuntimeError, MemoryError) as error:
+            gib = math.prod(shape) * dtype.itemsize / 2**30
+            raise ConfigError(
+                f"a cache of {n_pages:,} pages with {page_size:,} positions each takes {gib:,.1f} "
+                f"GiB, which {device} does not give; accepted is what fits into its memory. Lower "
+                "max_requests, max_positions or page_size."
+            ) from error
         self.k: list[Tensor] = [layer[0] for layer in self._pool]
         self.v: list[Tensor] = [layer[1] for layer in self._pool]
 
@@ -119,9 +132,7 @@ class PagedKVCache:
 
 def require_page_size(page_size: int) -> None:
     """Raise ConfigError unless a cache page holds a whole number of positions, >= 1."""
-    require_type("page_size", page_size, int, "are ints")
-    if page_size < 1:
-        raise ConfigError(f"a cache page holds at least one position, got {page_size}.")
+    require_int("page_size", page_size, 1, hint="It is the positions that a cache page holds.")
 
 
 def require_fit(index: int, prompt_len: int, max_new_tokens: int, capacity: int) -> None:

@@ -13,15 +13,24 @@ _MOST = 2**63 - 1
 """Sizes, counts and seeds are handed to torch as int64."""
 
 
-def require_int(name: str, value: Any, minimum: int | None = None, maximum: int = _MOST) -> None:
-    """Raise ConfigError unless ``value`` is an int (no bool) from ``minimum`` to ``maximum``."""
+def require_int(
+    name: str, value: Any, minimum: int | None = None, maximum: int = _MOST, hint: str = ""
+) -> None:
+    """Raise ConfigError unless ``value`` is an int (no bool) from ``minimum`` to ``maximum``.
+
+    Without bounds an int64 is accepted. ``hint`` ends the message.
+    """
     low = -_MOST - 1 if minimum is None else minimum
-    if isinstance(value, int) and not isinstance(value, bool) and low <= value <= maximum:
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    if is_int and low <= value <= maximum:
         return
     bounds = "" if minimum is None else f" from {minimum:,}"
     if maximum != _MOST:
         bounds += f" to {maximum:,}"
-    raise ConfigError(f"{name} is {_shown(value)}; accepted are integers{bounds}.")
+    elif is_int and (minimum is None or value > maximum):
+        bounds = f" from {'-2^63' if minimum is None else f'{minimum:,}'} to 2^63 - 1 (int64)"
+    text = f"{name} is {_shown(value)}; accepted are integers{bounds}."
+    raise ConfigError(f"{text} {hint}" if hint else text)
 
 
 def require_finite(name: str, value: Any, minimum: float) -> None:

@@ -12,13 +12,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import NoneType
 
 import torch
 from torch import Tensor
 
 from fusedops.errors import ConfigError
-from serving_demo.cache import DEFAULT_PAGE_SIZE, PagedKVCache, require_page_size
-from serving_demo.check import require_type
+from serving_demo.cache import DEFAULT_PAGE_SIZE, PagedKVCache
+from serving_demo.check import require_int, require_type
 from serving_demo.model import DecoderModel
 from serving_demo.request import Request, check_requests, require_tokens
 from serving_demo.state import DecodeState, RowValues, decode_step
@@ -83,12 +84,13 @@ class Engine:
         model: the model.
         max_requests: most requests a batch, 1 to 64.
         max_positions: positions the cache holds for a request, at most the model's.
-        page_size: positions a cache page.
+        page_size: positions a cache page, at most the model's.
         eos_token_ids: tokens that end a text; default: the model's.
         use_graphs: capture the decode step in CUDA graphs; default: on a GPU, yes.
 
     Raises:
-        ConfigError: a size is out of range, or graphs are asked for on the CPU.
+        ConfigError: an argument is of another type, a size is out of range or more than the device
+            has memory for, or graphs are asked for on the CPU.
     """
 
     def __init__(
@@ -100,8 +102,9 @@ class Engine:
         eos_token_ids: Sequence[int] | None = None,
         use_graphs: bool | None = None,
     ) -> None:
+        require_type("model", model, DecoderModel, "is a DecoderModel")
         for name, value in (("max_requests", max_requests), ("max_positions", max_positions)):
-            require_type(name, value, int, "are ints")
+            require_int(name, value)
         if not 1 <= max_requests <= BATCH_BUCKETS[-1]:
             raise ConfigError(
                 f"a batch of {max_requests} requests is asked for; accepted are 1 to "
@@ -112,7 +115,14 @@ class Engine:
                 f"a cache of {max_positions:,} positions a request is asked for; accepted are 1 to "
                 f"{model.max_positions:,}, the model's."
             )
-        require_page_size(page_size)
+        require_int(
+            "page_size",
+            page_size,
+            1,
+            max(model.max_positions, DEFAULT_PAGE_SIZE),
+            "It is the positions that a cache page holds; a request has at most the model's.",
+        )
+        require_type("use_graphs", use_graphs, (bool, NoneType), "are True, False and None")
         if eos_token_ids is not None:
             require_tokens("eos_token_ids", eos_token_ids, model.config.vocab_size)
         on_gpu = model.device.type == "cuda"

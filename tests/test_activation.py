@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fusedops.epilogue import activation_from_hf
-from fusedops.epilogue.activations import ACTIVATIONS
+from fusedops.epilogue.activations import ACTIVATIONS, activation
 from fusedops.errors import ConfigError, DTypeError, ShapeError, UnsupportedError
 from fusedops.ops.activation import act_and_mul
 
@@ -228,3 +228,10 @@ def test_b37_compiled_consumers_agree_with_eager_at_any_m(backend: str) -> None:
     for rows in (3, 5, 8):
         x = normal(rows, 32, dtype=torch.bfloat16, seed=rows)
         assert torch.equal(compiled(x), consumer(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gelu_of_large_values_is_the_value_in_any_layout(dtype: torch.dtype) -> None:
+    large = torch.tensor([float("inf"), 3e38, 1e30] * 8, dtype=dtype)
+    assert torch.equal(activation("gelu", large), large)
+    assert torch.equal(activation("gelu", large[::2]), large[::2])

@@ -13,7 +13,7 @@ import fusedops
 from fusedops import nn as fused_nn
 from fusedops.check import require_argument_types
 from fusedops.epilogue import Act, Bias
-from fusedops.errors import ConfigError, DeviceError, DTypeError, ShapeError
+from fusedops.errors import ConfigError, DeviceError, DTypeError, LayoutError, ShapeError
 from fusedops.ops.op import OPS
 from fusedops.ops.paged import check_paged_metadata
 from fusedops.packing import pack_gate_up, pack_rope, unpack_gate_up, unpack_rope
@@ -23,6 +23,19 @@ IDS, ONES = torch.zeros(2, dtype=torch.int64), torch.ones(8)
 HEADS, TABLE = torch.randn(2, 2, 4), fusedops.rope_table(4, 8)
 SEED = torch.ones(2, dtype=torch.int64)
 NO_TENSORS = ([1.0, 2.0], 2.0, "x", np.ones((2, 8), np.float32))
+OPTIONAL = {
+    "gemm operand",  # a forgotten one has words of its own
+    "gemm operand 0",
+    "gemm out",
+    "explain operand",
+    "layer_norm weight",
+    "quantize scale",
+    "sample top_k",
+    "sample top_p",
+    "FusedLinear bias",
+    "fused module residual",
+}
+"""Calls in which None stands for nothing."""
 
 TENSOR_CALLS: dict[str, Callable[[Any], Any]] = {
     "gemm x": lambda v: fusedops.gemm(v, W),
@@ -87,6 +100,60 @@ def test_what_is_no_tensor_is_named_with_what_was_got(name: str, value: Any) -> 
     assert "torch.Tensor" in message
 
 
+@pytest.mark.parametrize("name", sorted(TENSOR_CALLS.keys() - OPTIONAL))
+def test_none_in_the_place_of_a_tensor_is_named(name: str) -> None:
+    accepted = rf"{name.split()[-1]} is None \(NoneType\); accepted: a torch\.Tensor\."
+    with pytest.raises(DTypeError, match=accepted):
+        TENSOR_CALLS[name](None)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_none_in_a_direct_call_of_an_operator_is_named(name: str) -> None:
+    op = getattr(torch.ops.fusedops, name).default
+    values = {"Tensor": None, "int": 1, "float": 1.0, "bool": False, "ScalarType": torch.float32}
+    words = {"dtype": "e4m3", "granularity": "token"}
+    args = [
+        words.get(argument.name, "sum") if kind == "str" else values.get(kind)
+        for argument in op._schema.arguments
+        for kind in (str(argument.real_type),)
+    ]
+    with pytest.raises(DTypeError, match=rf"{name}: \w+ is None \(NoneType\)"):
+        op(*args)
+    with pytest.raises(DTypeError, match=r"gemm: x is None \(NoneType\)"):
+        torch.ops.fusedops.gemm(None, W, [], "none > dense(4,8) > none > f32")
+
+
+def nested(layout: torch.layout) -> torch.Tensor:
+    parts = [torch.ones(2, 8), torch.ones(3, 8)]
+    return torch.nested.nested_tensor(parts, layout=layout)
+
+
+LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
+    "sparse_coo": lambda: X.to_sparse(),
+    "sparse_csr": lambda: X.to_sparse_csr(),
+    "_mkldnn": lambda: X.to_mkldnn(),
+    "strided, nested": lambda: nested(torch.strided),
+    "jagged, nested": lambda: nested(torch.jagged),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*CSR.*:UserWarning")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", TENSOR_CALLS)
+def test_sparse_and_nested_tensors_are_refused(name: str, layout: str) -> None:
+    value = LAYOUTS[layout]()
+    if name == "gemm w" and layout.startswith("jagged"):
+        with pytest.raises(ShapeError, match="w has shape"):
+            TENSOR_CALLS[name](value)
+        return
+    of_a_list = {"operand": "operand", "0": "operand", "residual": r"(operands\[0\]|residual)"}
+    argument = of_a_list.get(name.split()[-1], name.split()[-1])
+    accepted = rf"{argument}\S* ?\S* is a tensor of layout {layout}; accepted: .*dense"
+    with pytest.raises(LayoutError, match=accepted):
+        TENSOR_CALLS[name](value)
+
+
 OPTION_CALLS: dict[str, Callable[[], Any]] = {
     "epilogue": lambda: fusedops.gemm(X, W, [Bias()], [B]),
     "epilogue ": lambda: fusedops.gemm(X, W, Act("silu")),
@@ -98,13 +165,21 @@ OPTION_CALLS: dict[str, Callable[[], Any]] = {
     "eps": lambda: fusedops.rms_norm(X, ONES, "a"),
     "round_before_weight": lambda: fusedops.rms_norm(X, ONES, round_before_weight="a"),
     "act": lambda: fusedops.act_and_mul(X, None),
+    "eps ": lambda: fusedops.rms_norm(X, ONES, True),
+    "round_before_weight ": lambda: fusedops.rms_norm(X, ONES, round_before_weight=1),
     "bins": lambda: fusedops.histogram(X, 3.5),
+    "bins ": lambda: fusedops.histogram(X, True),
+    "bins  ": lambda: fusedops.bincount(IDS, True),
     "range": lambda: fusedops.histogram(X, 3, range="ab"),
     "range ": lambda: fusedops.histogram(X, 3, range=5),
+    "range  ": lambda: fusedops.histogram(X, 3, range=(False, True)),
+    "n_experts ": lambda: fusedops.expert_histogram(IDS, True),
     "n_experts": lambda: fusedops.expert_histogram(IDS, "a"),
     "op": lambda: fusedops.reduce(X, None),
     "dim": lambda: fusedops.reduce(X, "sum", "a"),
     "dim ": lambda: fusedops.reduce(X, "sum", 1.5),
+    "dim  ": lambda: fusedops.reduce(X, "sum", True),
+    "dim   ": lambda: fusedops.reduce(X, "sum", [0, True]),
     "keepdim": lambda: fusedops.reduce(X, "sum", 1, keepdim="no"),
     "style": lambda: fusedops.rope(HEADS, HEADS, IDS, TABLE, style=3),
     "dtype": lambda: fusedops.dequantize(X.to(torch.int8), torch.ones(2), "float32"),
@@ -118,6 +193,18 @@ OPTION_CALLS: dict[str, Callable[[], Any]] = {
     "head_dim": lambda: fused_nn.FusedQKV(8, 1, 1, -4),
     "dtype ": lambda: fused_nn.FusedLinear(4, 4, dtype="bf16"),
     "dtype  ": lambda: fused_nn.FusedGatedMLP(8, 8, dtype=torch.int8),
+    "dtype   ": lambda: fused_nn.FusedLinear(4, 4, dtype=torch.float64),
+    "bias": lambda: fused_nn.FusedLinear(4, 4, "no"),
+    "bias ": lambda: fused_nn.FusedGatedMLP(8, 8, bias=1),
+    "bias  ": lambda: fused_nn.FusedMLP(8, 8, bias="no"),
+    "bias   ": lambda: fused_nn.FusedQKV(8, 1, 1, 4, bias=None),
+    "bias    ": lambda: fused_nn.LayerNorm(8, bias="no"),
+    "elementwise_affine": lambda: fused_nn.LayerNorm(8, elementwise_affine=1),
+    "round_before_weight  ": lambda: fused_nn.RMSNorm(8, round_before_weight="no"),
+    "lm_head": lambda: fusedops.convert(torch.nn.Linear(2, 2).eval(), lm_head="no"),
+    "strict": lambda: fusedops.convert(torch.nn.Linear(2, 2).eval(), strict="no"),
+    "strict ": lambda: fusedops.use_provider("reference", strict="no").__enter__(),
+    "truncate": lambda: fusedops.RopeScaling("linear", 2.0, truncate="no"),
 }
 
 
@@ -179,12 +266,18 @@ def test_activations_of_another_dtype_are_a_dtype_error(dtype: torch.dtype) -> N
         fusedops.explain_problem(2, 4, 8, dtype=dtype)
     with pytest.raises(DTypeError, match=accepted):
         fused_nn.FusedLinear.from_weights(W)(X.to(dtype))
+    with pytest.raises(DTypeError, match=accepted):
+        fused_nn.FusedLinear.from_weights(W.to(dtype))
+    spec = "rms_norm(1e-06) > dense(4,8) > none > f32"
+    with pytest.raises(DTypeError, match=r"the prologue .* takes float32, bfloat16 and float16"):
+        torch.ops.fusedops.gemm(X.to(dtype), W.to(dtype), [ONES, None], spec)
     with pytest.raises(DTypeError, match="one dtype of"):
         torch.ops.fusedops.gemm(X.to(dtype), W.to(dtype), [], "none > dense(4,8) > none > f32")
 
 
 @pytest.mark.parametrize(
-    "out_dtype", ["bf16", "torch.bfloat16", float, 16, torch.float64, torch.int64, np.float32]
+    "out_dtype",
+    ["bf16", "torch.bfloat16", float, 16, torch.float64, torch.int64, torch.int32, np.float32],
 )
 def test_an_output_dtype_that_is_none_lists_what_is_accepted(out_dtype: Any) -> None:
     for call in (

@@ -126,5 +126,5 @@ def test_extra_outputs_of_batched_activations_have_the_shapes_of_the_fake(
 
 def test_a_prologue_refuses_8_bit_activations() -> None:
     x = torch.ones(2, 16, dtype=torch.int8)
-    with pytest.raises(DTypeError, match=r"prologue .* takes f32, bf16"):
+    with pytest.raises(DTypeError, match=r"prologue .* takes float32, bfloat16"):
         fusedops.gemm(x, x, None, {"norm_weight": torch.ones(16)}, prologue="rms_norm(1e-05)")

@@ -254,6 +254,14 @@ def test_explain_shows_provider_spec_and_reasons(cli: RunCommand) -> None:
     assert re.search(r"passed +cublas: ", out)
 
 
+def test_explain_takes_a_prologue(cli: RunCommand) -> None:
+    options = ("--prologue", "rms_norm(1e-05)", "--epilogue", "bias")
+    code, out, err = cli("explain", "4", "1536", "576", *options)
+    assert (code, err) == (0, "")
+    assert "rms_norm(1e-05) > dense(1536,576) > bias > bf16" in out
+    assert "reference: rms_norm(1e-05) ahead" in out
+
+
 def test_explain_takes_dtypes_by_both_names(cli: RunCommand) -> None:
     short = cli("explain", "1", "16", "16", "--dtype", "f16", "--out-dtype", "f32")
     long = cli("explain", "1", "16", "16", "--dtype", "float16", "--out-dtype", "float32")
@@ -272,6 +280,13 @@ def test_explain_takes_dtypes_by_both_names(cli: RunCommand) -> None:
         (("--device", "cuda:99"), "CUDA device"),
         (("--epilogue", "bias|nonsense"), "nonsense"),
         (("--epilogue", "bias||act(silu)"), "empty"),
+        (("--epilogue", " "), "is blank; accepted: nodes joined"),
+        (("--out-dtype", "int32"), "--out-dtype int32: accepted are f32"),
+        (
+            ("--prologue", "layer_norm"),
+            "unknown prologue 'layer_norm'; accepted are none, rms_norm",
+        ),
+        (("--prologue", "rms_norm", "--dtype", "int8"), "the prologue rms_norm takes float32"),
     ],
 )
 def test_explain_refuses_bad_input(cli: RunCommand, options: tuple[str, ...], part: str) -> None:
@@ -348,7 +363,10 @@ def test_cache_clear_takes_filters(cli: RunCommand, cache_dir: Path) -> None:
     store_kernel("two", family="test/other")
     assert "removed 0 kernel(s)" in cli("cache", "clear", "--older-than-days", "1")[1]
     assert "removed 0 kernel(s)" in cli("cache", "clear", "--leftovers")[1]
-    assert "removed 0 kernel(s)" in cli("cache", "clear", "--arch", "sm_80")[1]
+    code, out, _ = cli("cache", "clear", "--arch", "sm_80")
+    assert "--arch sm_80: no stored kernel has it; there are: sm_90a" in out
+    assert (code, "removed 0 kernel(s)" in out) == (0, True)
+    assert "there are: test/family, test/other" in cli("cache", "clear", "--family", "nope")[1]
     assert "removed 1 kernel(s)" in cli("cache", "clear", "--family", "test/other")[1]
     assert [kernel.spec for kernel in entries()] == ["one"]
     assert "removed 1 kernel(s)" in cli("cache", "clear")[1]

@@ -297,8 +297,10 @@ def test_a_prompt_may_fill_the_cache_to_its_last_position(model: DecoderModel) -
         (65, 8, "1 to 64"),
         (1, 0, "1 to 128"),
         (1, 129, "1 to 128"),
-        (1.0, 8, "max_requests is 1.0; accepted are ints"),
-        (1, "8", "max_positions is '8'"),
+        (1.0, 8, "max_requests is 1.0; accepted are integers"),
+        (True, 8, "max_requests is True; accepted are integers"),
+        (1, "8", r"max_positions is '8' \(str\); accepted are integers"),
+        (1, False, "max_positions is False; accepted are integers"),
     ],
 )
 def test_engines_that_cannot_be_made(
@@ -311,7 +313,11 @@ def test_engines_that_cannot_be_made(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"page_size": 2.5}, "page_size is 2.5; accepted are ints"),
+        ({"page_size": 2.5}, "page_size is 2.5; accepted are integers from 1 to 128"),
+        ({"page_size": True}, "page_size is True; accepted are integers"),
+        ({"page_size": 0}, "page_size is 0; accepted are integers from 1"),
+        ({"page_size": 10**9}, "page_size is 1000000000; accepted are integers from 1 to 128"),
+        ({"use_graphs": "no"}, r"use_graphs is 'no' \(str\); accepted are True, False and None"),
         ({"eos_token_ids": (96,)}, "eos_token_ids holds the token 96, outside the vocabulary"),
         ({"eos_token_ids": 2}, "eos_token_ids is 2; accepted is a tuple"),
     ],
@@ -335,9 +341,10 @@ def test_graphs_need_a_gpu(model: DecoderModel) -> None:
 
 
 def test_a_pool_or_a_page_of_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="at least one page"):
-        BlockAllocator(0)
-    with pytest.raises(ConfigError, match="at least one position"):
+    for count in (0, True, 2**31):
+        with pytest.raises(ConfigError, match=r"n_pages is .* from 1 to 2,147,483,647"):
+            BlockAllocator(count)
+    with pytest.raises(ConfigError, match="page_size is 0; accepted are integers from 1"):
         PagedKVCache(tiny_config(), 1, page_size=0)
 
 
@@ -357,6 +364,23 @@ def test_an_engine_that_is_generating_refuses_another_batch(model: DecoderModel)
     assert len(engine.generate([request]).tokens[0]) == 3
 
 
-def test_a_page_without_a_position_is_refused(model: DecoderModel) -> None:
-    with pytest.raises(ConfigError, match="at least one position, got 0"):
-        Engine(model, 1, 8, page_size=0)
+def test_what_is_no_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="model is 3; accepted is a DecoderModel"):
+        Engine(3, 2, 20)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("n_pages", [2**31 - 1, 10**6])
+def test_a_cache_that_does_not_fit_into_memory_is_refused(
+    n_pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serving_demo.cache.BlockAllocator", lambda n_pages: None)
+    with pytest.raises(ConfigError, match="GiB, which cpu does not give; accepted is what fits"):
+        PagedKVCache(tiny_config(), n_pages, page_size=10**9)
+
+
+@pytest.mark.parametrize("seed", [2**64, 2**63, -(2**63) - 1])
+def test_a_seed_beyond_int64_is_told_the_bound(model: DecoderModel, seed: int) -> None:
+    with pytest.raises(ConfigError, match=r"seed is .*from -2\^63 to 2\^63 - 1 \(int64\)"):
+        Engine(model, 1, 8).generate([Request((5,), 1, seed=seed)])
+    for edge in (2**63 - 1, -(2**63)):
+        assert Engine(model, 1, 8).generate([Request((5,), 1, seed=edge)]).tokens

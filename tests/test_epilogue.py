@@ -60,15 +60,16 @@ last_node = st.one_of(
 )
 
 
-def _operands_differ(nodes: tuple[Node, ...]) -> bool:
+def _names_differ(nodes: tuple[Node, ...]) -> bool:
     used = [operand.name for node in nodes for operand in node.operands()]
-    return len(used) == len(set(used))
+    written = [output.name for node in nodes for output in node.extra_outputs()]
+    return len(used) == len(set(used)) and len(written) == len(set(written))
 
 
 chains = st.tuples(st.lists(value_nodes, max_size=5), last_node).map(lambda t: (*t[0], *t[1]))
 
 
-@given(chains.filter(_operands_differ))
+@given(chains.filter(_names_differ))
 @settings(max_examples=100, deadline=None)
 def test_text_round_trip(nodes: tuple[Node, ...]) -> None:
     epilogue = Epilogue(nodes)
@@ -95,7 +96,12 @@ def test_documented_example_is_canonical() -> None:
     [
         ("swish", "unknown epilogue node 'swish'"),
         ("bias|", "empty part"),
-        ("", "empty part"),
+        ("", "is blank; accepted: nodes joined"),
+        (" ", "is blank"),
+        ("bias(1)", "operand name '1'; accepted: an identifier"),
+        ("tap(1)", "extra output name '1'"),
+        ("tap(a)|act(relu)|tap(a)", "extra output(s) a written twice"),
+        ("tap(a,int32)", "unknown dtype 'int32' in a spec; accepted: f32, bf16, f16, e4m3, int8."),
         ("bias((", "malformed"),
         ("scale(s,k)", "axis 'k'"),
         ("bias|bias", "used twice"),

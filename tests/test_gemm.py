@@ -209,6 +209,56 @@ def test_b14_out_of_another_layout_is_refused_and_untouched() -> None:
         fusedops.gemm(x, w, out=[torch.empty(5, 16), torch.empty(5, 16)])
 
 
+def test_out_takes_any_one_pitch_over_all_rows() -> None:
+    x, w = torch.randn(4, 1, 8), torch.randn(8, 8)
+    between = torch.zeros(4, 2, 8)
+    fusedops.gemm(x, w, out=between[:, :1])
+    torch.testing.assert_close(between[:, :1], x @ w.T)
+    assert not between[:, 1:].any()
+    overlapping = torch.zeros(11).as_strided((4, 1, 8), (1, 1, 1))
+    with pytest.raises(LayoutError, match="one pitch of at least N"):
+        fusedops.gemm(x, w, out=overlapping)
+    with pytest.raises(LayoutError, match="one pitch"):
+        fusedops.gemm(torch.randn(2, 3, 8), w, out=torch.zeros(2, 4, 8)[:, :3])
+    fusedops.gemm(x, w)
+    with pytest.raises(ShapeError, match=r"got 0 output\(s\)"):
+        fusedops.gemm(x, w, out=[])
+
+
+def test_only_a_residual_may_be_updated_in_place() -> None:
+    x, w, bias, weight = (torch.randn(*shape) for shape in ((1, 8), (8, 8), (1, 8), (1, 8)))
+    with pytest.raises(LayoutError, match="operand 0"):
+        fusedops.gemm(x, w, "bias", [bias], out=bias)
+    with pytest.raises(LayoutError, match="operand 0"):
+        fusedops.gemm(x, w, None, [weight, None], prologue="rms_norm", out=weight)
+
+
+@pytest.mark.parametrize("chain", ["tap", "tap|tap(again)", "tap|act(identity)", "residual|tap"])
+def test_no_two_results_share_memory(chain: str) -> None:
+    case = make_case(chain, 4, 16, 8)
+    torch.library.opcheck(gemm_op, (case.x, case.w, case.operands, case.text))
+    results = gemm_op(case.x, case.w, case.operands, case.text)
+    kept = [result.clone() for result in results[1:]]
+    results[0].zero_()
+    for one, two in zip(results[1:], kept, strict=True):
+        assert torch.equal(one, two)
+
+
+def test_a_residual_of_no_columns() -> None:
+    result = fusedops.gemm(torch.randn(4, 8), torch.randn(0, 8), "residual", [torch.randn(4, 0)])
+    assert result.shape == (4, 0)
+
+
+def test_group_scales_of_three_dimensions_have_the_strides_that_are_documented() -> None:
+    x, w = torch.randn(3, 1, 16), torch.randn(16, 16)
+    results = fusedops.gemm(x, w, "quantize(int8,group128)")
+    assert results[1].stride() == (4, 1)
+    again = fusedops.gemm(
+        x, w, "quantize(int8,group128)", out=[t.clone() for t in results[:1]] + [results[1]]
+    )
+    assert torch.equal(again[0], results[0])
+
+
 def test_out_may_be_the_residual_but_not_an_input() -> None:
     x, w, residual = torch.randn(4, 16), torch.randn(16, 16), torch.randn(4, 16)
     expected = fusedops.gemm(x, w, "residual", {"residual": residual})
@@ -232,11 +282,11 @@ def test_errors_name_what_was_got() -> None:
         fusedops.gemm(torch.randn(8, 5).t(), w)
     with pytest.raises(LayoutError, match="K must be contiguous"):
         fusedops.gemm(x, torch.randn(8, 16).t())
-    with pytest.raises(ShapeError, match="operand 'bias' is None"):
+    with pytest.raises(ShapeError, match="operand 'bias' is missing"):
         fusedops.gemm(x, w, "bias")
     with pytest.raises(ConfigError, match="unknown operand"):
         fusedops.gemm(x, w, "bias", {"bias": w[:, 0], "biass": w[:, 0]})
-    with pytest.raises(ShapeError, match="needs 1: bias"):
+    with pytest.raises(ShapeError, match="needs 1: bias; missing: bias"):
         fusedops.gemm(x, w, "bias", [])
     with pytest.raises(DTypeError, match="operand 'scale' has dtype bfloat16"):
         fusedops.gemm(x, w, "scale", {"scale": torch.tensor(1.0).bfloat16()})

@@ -19,8 +19,14 @@ from fusedops.bench.products import Layer
 from fusedops.cli import main
 from fusedops.cli.prebuild import model_config, model_problems, rows_to_ask
 from fusedops.config.files import tuning_key
-from fusedops.errors import ConfigError, KernelMissingError, LoadError
-from fusedops.jit.dsl import DslProgram, dsl_kernel, dsl_key
+from fusedops.errors import ConfigError, KernelMissingError, LoadError, UnsupportedError
+from fusedops.jit.dsl import (
+    DslProgram,
+    dsl_kernel,
+    dsl_key,
+    missing_wheels,
+    require_compiler,
+)
 from fusedops.jit.location import CacheSettings
 from fusedops.jit.prebuild import KernelPool, _ensure
 from fusedops.jit.store import default_store
@@ -207,3 +213,25 @@ def test_prebuilt_kernels_are_used_where_compiling_is_forbidden(
     monkeypatch.setenv("FUSEDOPS_OVERLAY", str(overlay))
     assert callable(dsl_kernel(program, H200.arch))
     assert default_store().counts == {"overlay": 1}
+
+
+@pytest.mark.parametrize(
+    ("absent", "words"),
+    [
+        ({"tvm_ffi", "tvm_ffi_orcjit", "cutlass"}, "apache-tvm-ffi, apache-tvm-ffi-orcjit, nvidia"),
+        ({"tvm_ffi_orcjit", "cutlass"}, "apache-tvm-ffi-orcjit, nvidia-cutlass-dsl, which are"),
+        ({"cutlass"}, "needs nvidia-cutlass-dsl, which is absent"),
+    ],
+)
+def test_without_the_extra_every_missing_package_is_named_once_with_one_command(
+    monkeypatch: pytest.MonkeyPatch, absent: set[str], words: str
+) -> None:
+    monkeypatch.setattr(
+        "fusedops.jit.dsl.importlib.util.find_spec",
+        lambda module: None if module in absent else object(),
+    )
+    with pytest.raises(UnsupportedError) as caught:
+        require_compiler.__wrapped__()
+    assert words in str(caught.value)
+    assert str(caught.value).count("pip install") == 1
+    assert "nvidia" not in missing_wheels(prebuilt=True)

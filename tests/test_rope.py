@@ -315,6 +315,7 @@ def test_scalings_that_would_be_wrong_are_refused(parameters: dict[str, Any], me
         ((0, 4), "rotary_dim is 0"),
         ((7, 4), "rotary_dim is 7"),
         ((8, 0), "max_position is 0"),
+        ((64, 10**12), "a table of 256,000,000,000,000 bytes, and making it takes 1,280,000"),
         ((8, 4, 1.0), "theta is 1.0"),
         ((8, 4, math.nan), "theta is nan"),
     ],

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
-from store_worker import OBJECT_BYTES, FakeCompiler, fake_key
+from store_worker import OBJECT_BYTES, FakeCompiler, entry_dir, fake_key, fake_object, load
 
 from fusedops.errors import BuildError
 from fusedops.jit import cache
+from fusedops.jit.folder import CacheFolder
 from fusedops.jit.location import CacheSettings
 from fusedops.jit.store import Store
 
@@ -51,6 +55,30 @@ def test_entries_tell_what_is_stored_oldest_first(root: Path) -> None:
     assert 0 <= b.age_s < 60
     assert by_spec["c"].age_s == pytest.approx(3600, abs=60)
     assert cache.total_bytes(root) >= sum(kernel.size_bytes for kernel in kernels)
+
+
+def test_files_and_links_in_the_place_of_entries_are_damage_that_clear_removes(
+    root: Path, tmp_path: Path
+) -> None:
+    file, link, gone = (kernel.path for kernel in cache.entries(root))
+    elsewhere = tmp_path / "elsewhere"
+    link.rename(elsewhere)
+    link.symlink_to(elsewhere)
+    for path in (file, gone):
+        shutil.rmtree(path)
+    file.write_bytes(b"12345")
+    gone.symlink_to(tmp_path / "nothing")
+    reasons = {
+        file: "it is not a folder",
+        link: "it is a symbolic link, which is not followed",
+        gone: "it is a symbolic link, which is not followed",
+    }
+    assert {kernel.path: kernel.damage for kernel in cache.entries(root)} == reasons
+    assert {damage.path: damage.reason for damage in cache.verify(root)} == reasons
+    cleared = cache.clear(root, names=[damage.name for damage in cache.verify(root)])
+    assert (cleared.kernels, cleared.size_bytes) == (3, 5)
+    assert cache.entries(root) == []
+    assert (elsewhere / "manifest.json").is_file()
 
 
 def test_verify_names_what_is_damaged_and_changes_nothing(root: Path) -> None:
@@ -96,8 +124,6 @@ def test_clear_removes_what_all_filters_choose(
 
 
 def test_clear_leaves_a_kernel_that_is_being_built(root: Path) -> None:
-    from fusedops.jit.folder import CacheFolder
-
     name = fake_key("a").name
     with CacheFolder(root).lock(name):
         cleared = cache.clear(root)
@@ -130,3 +156,76 @@ def test_a_folder_of_somebody_else_is_neither_listed_nor_cleared(
     for look in (cache.entries, cache.verify, cache.clear):
         with pytest.raises(BuildError, match="belongs to uid"):
             look(root)
+
+
+# Another process at the same time, always at the worst moment
+
+
+def test_b56_setting_a_damaged_kernel_aside_survives_a_clear(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.truncate(entry_dir(root) / "kernel.o", 3)
+    rename, cleared = Path.rename, []
+
+    def clear_and_rename(path: Path, target: Path) -> Path:
+        if target.parent.name == "damaged":
+            cleared.append(cache.clear(root))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", clear_and_rename)
+    store = Store(CacheSettings(root))
+    assert store.get(fake_key("a"), FakeCompiler("a"), load) == fake_object("a")
+    assert [c.busy for c in cleared] == [(fake_key("a").name,)]
+    assert (root / "damaged" / fake_key("a").name).is_dir()
+    with CacheFolder(root).lock(fake_key("a").name):
+        assert cache.clear(root, leftovers_only=True).leftovers == 0
+    assert cache.clear(root, leftovers_only=True).leftovers == 1
+    assert list((root / "damaged").iterdir()) == []
+
+
+def test_b56_two_clears_at_once_remove_everything_between_them(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for spec in "ab":  # one set aside, and one that a killed build left behind
+        os.truncate(entry_dir(root) / "kernel.o", 3)
+        Store(CacheSettings(root)).ensure(fake_key("a"), FakeCompiler("a"))
+        (root / "entries" / f".{fake_key(spec).name}.1.00ff").mkdir()
+    for method in ("remove_entry", "remove_damaged", "remove_leftovers"):
+        own = getattr(CacheFolder, method)
+
+        def late(folder: CacheFolder, what: str, method: str = method, own: object = own) -> object:
+            monkeypatch.setattr(CacheFolder, method, own)
+            cache.clear(root)
+            return own(folder, what)  # type: ignore[operator]
+
+        monkeypatch.setattr(CacheFolder, method, late)
+    cache.clear(root)
+    for folder in ("entries", "damaged"):
+        assert list((root / folder).iterdir()) == []
+
+
+@pytest.mark.parametrize("call", ["entries", "verify", "total_bytes", "clear"])
+@pytest.mark.parametrize("before", ["scandir", "open"])
+def test_what_vanishes_while_it_is_looked_at_is_not_there(
+    root: Path, call: str, before: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    doomed = entry_dir(root)
+    look = getattr(os, before)
+
+    def remove_and_look(path: Any, *rest: Any, **more: Any) -> Any:
+        if str(path) in (str(doomed), str(doomed / "manifest.json")):
+            monkeypatch.undo()
+            shutil.rmtree(doomed)
+        return look(path, *rest, **more)
+
+    monkeypatch.setattr(os, before, remove_and_look)
+    result = getattr(cache, call)(root)
+    monkeypatch.undo()
+    if call == "entries":
+        assert [kernel.spec for kernel in result] == ["b", "c"]
+    elif call == "verify":
+        assert result == []
+    elif call == "total_bytes":
+        assert result == cache.total_bytes(root)
+    else:
+        assert (specs(root), result.busy) == ([], ())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -110,6 +111,25 @@ def make_a_file_a_folder(folder: Path) -> None:
     (folder / "kernel.o").mkdir()
 
 
+def make_a_file_a_pipe(folder: Path) -> None:
+    (folder / "kernel.o").unlink()
+    os.mkfifo(folder / "kernel.o")
+
+
+def make_the_manifest_a_pipe(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+    os.mkfifo(folder / "manifest.json")
+
+
+def make_the_manifest_a_link_to_itself(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+    (folder / "manifest.json").symlink_to("manifest.json")
+
+
+def nest_the_manifest_deeply(folder: Path) -> None:
+    (folder / "manifest.json").write_text("[" * 200_000)
+
+
 OTHER_KINDS = [
     put_a_file_in_its_place,
     put_a_link_in_its_place,
@@ -119,11 +139,20 @@ OTHER_KINDS = [
 ]
 """Damages after which no folder lies at the entry's path."""
 
+UNREADABLE = [
+    make_the_manifest_a_folder,
+    make_the_manifest_a_pipe,
+    make_the_manifest_a_link_to_itself,
+    nest_the_manifest_deeply,
+]
+"""Damages that show as soon as the manifest is read."""
+
 DAMAGES = [
     *OTHER_KINDS,
+    *UNREADABLE,
     empty_the_folder,
-    make_the_manifest_a_folder,
     make_a_file_a_folder,
+    make_a_file_a_pipe,
     truncate,
     flip_a_byte,
     delete_a_file,
@@ -156,6 +185,43 @@ def test_a_damaged_entry_is_set_aside_and_rebuilt_once(
     assert compiler.calls == 2
 
 
+@pytest.mark.parametrize("damage", [*UNREADABLE, make_a_file_a_folder, make_a_file_a_pipe])
+def test_the_tools_count_one_damaged_entry_among_sound_ones(
+    damage: Callable[[Path], None], root: Path
+) -> None:
+    fill(root, "a", "b")
+    damage(entry_dir(root))
+    listed = {kernel.name: kernel.damage for kernel in cache.entries(root)}
+    assert set(listed) == {fake_key("a").name, fake_key("b").name}
+    assert listed[fake_key("b").name] == ""
+    assert bool(listed[fake_key("a").name]) == (damage in UNREADABLE)
+    (found,) = cache.verify(root)
+    assert found.path == entry_dir(root)
+    assert "is not a file" in found.reason or "cannot be parsed" in found.reason
+    cleared = cache.clear(root, names=[found.name])
+    assert (cleared.kernels, cleared.busy) == (1, ())
+    assert not entry_dir(root).exists()
+    assert cache.clear(root).kernels == 1
+
+
+def test_an_entry_that_may_not_be_read_is_one_damaged_entry(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(root, "a", "b")
+    open_file = os.open
+
+    def refuse(path: Path, flags: int, *rest: int) -> int:
+        if Path(path).is_relative_to(entry_dir(root)):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return open_file(path, flags, *rest)
+
+    monkeypatch.setattr(os, "open", refuse)
+    (found,) = cache.verify(root)
+    assert found.reason == "manifest.json cannot be read: Permission denied"
+    damages = {kernel.path: kernel.damage for kernel in cache.entries(root)}
+    assert damages == {entry_dir(root): found.reason, entry_dir(root, "b"): ""}
+
+
 def test_a_link_is_set_aside_without_a_look_at_what_it_points_to(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,15 +243,22 @@ def test_a_link_is_set_aside_without_a_look_at_what_it_points_to(
 
 
 @pytest.mark.parametrize("damage", OTHER_KINDS)
-def test_what_is_no_folder_is_no_kernel_of_the_cache_or_of_an_overlay(
+def test_what_is_no_folder_is_damage_of_the_cache_and_no_kernel_of_an_overlay(
     damage: Callable[[Path], None], tmp_path: Path, root: Path
 ) -> None:
     overlay = tmp_path / "overlay"
     for folder in (overlay, root):
         fill(folder, "a", "b")
         damage(entry_dir(folder))
+    listed = {kernel.name: kernel.damage for kernel in cache.entries(root)}
+    assert set(listed) == {fake_key("a").name, fake_key("b").name}
+    assert {one.name: one.reason for one in cache.verify(root)} == {
+        fake_key("a").name: listed[fake_key("a").name]
+    }
+    assert listed[fake_key("a").name]
+    assert not listed[fake_key("b").name]
+    cache.clear(root, names=[fake_key("a").name])
     assert [kernel.name for kernel in cache.entries(root)] == [fake_key("b").name]
-    assert cache.verify(root) == []
     store = Store(CacheSettings(tmp_path / "other", (overlay,)))
     assert store.get(fake_key("a"), FakeCompiler("a"), load) == fake_object("a")
     assert store.counts == {"compiled": 1}

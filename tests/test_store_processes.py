@@ -50,15 +50,16 @@ def test_b56_eight_processes_compile_each_key_once(workers: list[Worker], tmp_pa
 def test_b56_loading_while_others_clear_and_rebuild(workers: list[Worker], tmp_path: Path) -> None:
     root = tmp_path / "cache"
     times = 60
-    workers[0].send("clear_repeatedly", root=str(root), times=times)
-    for worker in workers[1:]:
+    for worker in workers[:2]:
+        worker.send("clear_repeatedly", root=str(root), times=times)
+    for worker in workers[2:]:
         worker.send("get_repeatedly", root=str(root), spec="a", times=times)
-    cleared, *answers = [worker.receive() for worker in workers]
+    answers = [worker.receive() for worker in workers]
     assert all(answer["right"] for answer in answers), answers
-    assert cleared["right"]
-    assert cleared["removed"] >= 1
+    removed = sum(answer["removed"] for answer in answers[:2])
+    assert removed >= 1
     # A kernel is compiled anew only after it was removed.
-    assert 1 <= sum(answer["compiled"] for answer in answers) <= cleared["removed"] + 1
+    assert 1 <= sum(answer["compiled"] for answer in answers[2:]) <= removed + 1
 
 
 def test_b56_loading_while_the_entry_is_damaged_and_rebuilt(

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from fusedops.cli.options import flag, number, text
+from fusedops.cli.options import flag, number, shown, text
 from fusedops.cli.output import console, format_age, format_bytes, print_table
 from fusedops.cli.usage import help_when_alone
 from fusedops.jit import cache as kernel_cache
@@ -106,6 +106,16 @@ def clear(
     ] = False,
 ) -> None:
     """Remove stored kernels (all, without options); one that is being built right now stays."""
+    target = console()
+    kernels = kernel_cache.entries()
+    for option, wanted, known in (
+        ("--family", family, {kernel.family for kernel in kernels}),
+        ("--arch", arch, {kernel.arch for kernel in kernels}),
+    ):
+        if wanted is not None and wanted not in known:
+            there = ", ".join(sorted(filter(None, known))) or "none"
+            line = f"{option} {shown(wanted)}: no stored kernel has it; there are: {there}"
+            target.print(line, markup=False, soft_wrap=True)
     names = [damage.name for damage in kernel_cache.verify()] if damaged else None
     cleared = kernel_cache.clear(
         family=family,
@@ -114,7 +124,6 @@ def clear(
         names=names,
         leftovers_only=leftovers,
     )
-    target = console()
     target.print(
         f"removed {cleared.kernels} kernel(s) and {cleared.leftovers} leftover(s), "
         f"{format_bytes(cleared.size_bytes)}"

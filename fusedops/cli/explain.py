@@ -20,6 +20,9 @@ def explain(
     epilogue: Annotated[
         str, text("--epilogue", 'Nodes joined by "|", e.g. "bias|act(silu)"', default="none")
     ] = "",
+    prologue: Annotated[
+        str, text("--prologue", 'Done to x first, e.g. "rms_norm(1e-05)"', default="none")
+    ] = "",
     out_dtype: Annotated[
         str | None,
         choice("--out-dtype", "Dtype of the result", DTYPE_WORDS, default="the epilogue's"),
@@ -29,15 +32,18 @@ def explain(
     """Show who would run the GEMM (M, K) x (N, K)^T with an epilogue, and why not the others."""
     from fusedops.epilogue import Epilogue
     from fusedops.gemm import explain_problem
+    from fusedops.prologue import Prologue
 
     # What is written wrong is named before what this machine lacks.
     chain = Epilogue.parse(epilogue) if epilogue else None
+    front = Prologue.parse(prologue) if prologue else None
     explanation = explain_problem(
         m,
         n,
         k,
         dtype=DTYPE_WORDS[dtype],
         epilogue=chain,
+        prologue=front,
         out_dtype=None if out_dtype is None else DTYPE_WORDS[out_dtype],
         device=parse_device("--device", device),
     )

@@ -39,6 +39,13 @@ class Activation:
     hf_names: tuple[str, ...] = ()
 
 
+def _gelu(x: Tensor) -> Tensor:
+    y = F.gelu(x)
+    # torch's vectorised form on CPUs gives NaN at infinity and infinity above 1e38. From 10 on the
+    # result is x: what is missing is less than half a unit of float64.
+    return y if x.is_cuda else torch.where(x > 10.0, x, y)
+
+
 def _gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
@@ -79,7 +86,7 @@ ACTIVATIONS: dict[str, Activation] = {
     for a in (
         Activation("identity", _identity, _at_most(1.0), lambda math, v: v, ("linear",)),
         Activation("relu", F.relu, _at_most(1.0), lambda math, v: math.maximum(v, 0.0), ("relu",)),
-        Activation("gelu", F.gelu, _at_most(1.13), _emit_gelu, ("gelu", "gelu_python")),
+        Activation("gelu", _gelu, _at_most(1.13), _emit_gelu, ("gelu", "gelu_python")),
         Activation(
             "gelu_tanh",
             _gelu_tanh,

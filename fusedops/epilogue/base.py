@@ -7,16 +7,18 @@ of at most ``FLOAT32_ROUNDOFF``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from fusedops.check import describe, describe_value, require_bool
 from fusedops.epilogue.emit import KernelTile
 from fusedops.epilogue.spec import SpecItem
-from fusedops.errors import DTypeError, ShapeError, UnsupportedError
+from fusedops.errors import ConfigError, DTypeError, ShapeError, UnsupportedError
 
 __all__ = [
     "FLOAT32_ROUNDOFF",
@@ -41,6 +43,22 @@ Axis = Literal["scalar", "m", "n", "mn", "k", "parts_m"]
 row statistics of shape (parts, M)."""
 
 
+def _require_name(what: str, name: object) -> None:
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ConfigError(
+            f"{what} name {name!r}; accepted: an identifier (letters, digits and _, no digit "
+            "first), e.g. bias2."
+        )
+
+
+def _require_dtypes(who: str, dtypes: object) -> None:
+    legal = isinstance(dtypes, tuple) and all(isinstance(dtype, torch.dtype) for dtype in dtypes)
+    if not legal or not dtypes:
+        raise ConfigError(
+            f"{who}: dtypes is {dtypes!r}; accepted: a tuple of torch.dtype, e.g. (torch.float32,)."
+        )
+
+
 @dataclass(frozen=True)
 class Operand:
     """A tensor that a part of the specification reads.
@@ -50,12 +68,24 @@ class Operand:
         axis: which dimensions it has, see ``Axis``.
         dtypes: accepted dtypes.
         optional: None may be passed.
+
+    Raises:
+        ConfigError: a field is not as described.
     """
 
     name: str
     axis: Axis
     dtypes: tuple[torch.dtype, ...] = (torch.float32,)
     optional: bool = False
+
+    def __post_init__(self) -> None:
+        _require_name("operand", self.name)
+        who = f"operand {self.name!r}"
+        if self.axis not in get_args(Axis):
+            accepted = ", ".join(get_args(Axis))
+            raise ConfigError(f"{who}: axis is {self.axis!r}; accepted are {accepted}.")
+        _require_dtypes(who, self.dtypes)
+        require_bool(who, optional=self.optional)
 
     def accepted_shapes(
         self, m_shape: tuple[int, ...], m: int, n: int, k: int
@@ -122,11 +152,19 @@ class ExtraOutput:
         name: for messages and ``explain``.
         dtype: its dtype; None means the dtype of the main result.
         allocate: ``(m_shape, n, dtype, device) -> Tensor``: empty, of its shape and strides.
+
+    Raises:
+        ConfigError: the name is no identifier, or ``dtype`` no torch.dtype.
     """
 
     name: str
     dtype: torch.dtype | None
     allocate: Callable[[tuple[int, ...], int, torch.dtype, torch.device], Tensor]
+
+    def __post_init__(self) -> None:
+        _require_name("extra output", self.name)
+        if self.dtype is not None:
+            _require_dtypes(f"extra output {self.name!r}", (self.dtype,))
 
 
 @dataclass
@@ -146,7 +184,13 @@ class Context:
 
     def read(self, name: str, like: Tensor) -> Tensor:
         """Operand ``name`` in the compute dtype of ``like``."""
-        operand = self.operands[name]
+        try:
+            operand = self.operands[name]
+        except KeyError:
+            declared = ", ".join(self.operands) or "none"
+            raise ConfigError(
+                f"operand {name!r} is read but not declared; declared: {declared}."
+            ) from None
         if operand is None:
             raise ShapeError(f"operand {name!r} is missing.")
         return operand.to(like.dtype)
@@ -158,12 +202,20 @@ class Node(SpecItem):
 
     A subclass is the one definition of its math: operands (checks, fake and kernel arguments
     follow), the rule for width and dtype, the reference and the error bound.
+
+    A subclass outside of fusedops runs its reference on copies, so that one which works in place
+    changes neither another node's results nor the caller's tensors, and what it gives is checked.
     """
 
     registry: ClassVar[dict[str, type[SpecItem]]] = {}
     kind: ClassVar[str] = "epilogue node"
     terminal: ClassVar[bool] = False
     """True where no node that changes the value may follow."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "reference" in cls.__dict__ and cls.__module__.partition(".")[0] != "fusedops":
+            setattr(cls, "reference", _on_copies(cls.reference))  # noqa: B010
 
     def operands(self) -> tuple[Operand, ...]:
         """Tensors this node reads, in the order in which they are passed."""
@@ -214,6 +266,73 @@ class Node(SpecItem):
         )
 
 
+_Reference = Callable[[Node, Tensor, Context], Tensor]
+
+
+class _Declared(dict[str, Tensor | None]):
+    """The operands that a node declares; another name is an error that says which node wants it."""
+
+    def __init__(self, node: Node, operands: Mapping[str, Tensor | None]) -> None:
+        names = [operand.name for operand in node.operands()]
+        given = {name: operands[name] for name in names if name in operands}
+        super().__init__({k: None if t is None else t.clone() for k, t in given.items()})
+        self._node, self._names = node, names
+
+    def __missing__(self, name: str) -> Tensor | None:
+        declared = ", ".join(self._names) or "none"
+        raise ConfigError(
+            f"{self._node}: its reference reads operand {name!r}, which "
+            f"{type(self._node).__qualname__}.operands() does not declare; declared: {declared}."
+        )
+
+
+def _on_copies(reference: _Reference) -> _Reference:
+    """A user's ``Node.reference`` on copies of what it is given, with its results checked.
+
+    Raises:
+        ConfigError: it reads an operand that the node does not declare, or returns or writes
+            something else than the node says.
+    """
+
+    @functools.wraps(reference)
+    def run(self: Node, value: Tensor, context: Context) -> Tensor:
+        own = Context(_Declared(self, context.operands), context.out_dtype)
+        result = reference(self, value.clone(), own)
+        shape = (value.shape[0], self.width(value.shape[1]))
+        _require_result(f"{self}: its reference returned", result, shape, value.dtype)
+        declared = self.extra_outputs()
+        if len(own.outputs) != len(declared):
+            raise ConfigError(
+                f"{self}: its reference wrote {len(own.outputs)} extra output(s) into "
+                f"context.outputs; its extra_outputs() declares {len(declared)}."
+            )
+        for output, given in zip(own.outputs, declared, strict=True):
+            context.outputs.append(_as_declared(self, given, output, value, context.out_dtype))
+        return result.contiguous()
+
+    return run
+
+
+def _as_declared(
+    node: Node, declared: ExtraOutput, output: Tensor, value: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    """A copy of an extra output with the strides that its node declares."""
+    m, n = value.shape
+    like = declared.allocate((m,), n, declared.dtype or out_dtype, value.device)
+    what = f"{node}: its reference wrote into {declared.name!r}"
+    _require_result(what, output, tuple(like.shape), like.dtype)
+    return like.copy_(output)
+
+
+def _require_result(what: str, result: object, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if not isinstance(result, Tensor) or result.shape != shape or result.dtype != dtype:
+        got = describe(result) if isinstance(result, Tensor) else describe_value(result)
+        raise ConfigError(
+            f"{what} {got}; accepted: {str(dtype).removeprefix('torch.')} {shape}, as the node "
+            "declares."
+        )
+
+
 _HALF_ULP = {
     torch.float32: (2.0**-24, 2.0**-150),
     torch.bfloat16: (2.0**-8, 2.0**-134),
@@ -226,9 +345,9 @@ def rounding_bound(value: Tensor, error: Tensor, dtype: torch.dtype) -> Tensor:
     """Error bound after rounding to ``dtype`` a value that carries ``error``.
 
     Rounding to nearest adds half a unit in the last place of the rounded value, which may lie
-    ``error`` away from ``value``; integers add 0.5.
+    ``error`` away from ``value``; int8 adds 0.5.
     """
-    if dtype in (torch.int8, torch.int32):
+    if dtype == torch.int8:
         return error + 0.5
     relative, absolute = _HALF_ULP[dtype]
     return error + (value.abs() + error) * relative + absolute

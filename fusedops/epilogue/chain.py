@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fusedops.epilogue.base import Context, ExtraOutput, Node, Operand, rounding_bound, to_dtype
-from fusedops.epilogue.spec import require_text, split_chain
+from fusedops.epilogue.spec import forget_when_redefined, require_text, split_chain
 from fusedops.errors import ConfigError
 
 __all__ = ["EMPTY", "NO_EPILOGUE", "Epilogue", "forget_parsed"]
@@ -46,8 +46,8 @@ class Epilogue:
         Epilogue.parse("scale(x_scale,m)|scale(w_scale,n)|bias|act(silu)|residual")
 
     Raises:
-        ConfigError: ``nodes`` is no tuple or list of nodes, an operand's name is used twice, or a
-            node follows a terminal one.
+        ConfigError: ``nodes`` is no tuple or list of nodes, the name of an operand or of an extra
+            output is used twice, or a node follows a terminal one.
     """
 
     nodes: tuple[Node, ...] = ()
@@ -61,6 +61,13 @@ class Epilogue:
             raise ConfigError(
                 f"epilogue {self}: operand name(s) {', '.join(sorted(repeated))} used twice; name "
                 "them apart, e.g. bias(bias2) or scale(w_scale,n)."
+            )
+        written = [output.name for node in self.nodes for output in node.extra_outputs()]
+        repeated = {name for name in written if written.count(name) > 1}
+        if repeated:
+            raise ConfigError(
+                f"epilogue {self}: extra output(s) {', '.join(sorted(repeated))} written twice; "
+                "name taps apart, e.g. tap(before) and tap(after), and write a statistic once."
             )
         for node, following in zip(self.nodes, self.nodes[1:], strict=False):
             if node.terminal:
@@ -143,12 +150,18 @@ class Epilogue:
 def _parsed(text: str) -> Epilogue:
     if text.strip() == EMPTY:
         return Epilogue()
+    if not text.strip():
+        raise ConfigError(
+            f'epilogue {text!r} is blank; accepted: nodes joined by "|", e.g. '
+            f'"bias|act(silu)", or "{EMPTY}".'
+        )
     return Epilogue(tuple(Node.parse(part) for part in split_chain(text, "|")))
 
 
 def forget_parsed() -> None:
-    """Read every text anew: needed after defining a node anew."""
+    """Read every text anew: needed after taking a node out of the registry."""
     _parsed.cache_clear()
 
 
+forget_when_redefined(forget_parsed)
 NO_EPILOGUE = Epilogue()

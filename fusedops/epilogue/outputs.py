@@ -163,7 +163,9 @@ class Tap(Node):
         return (ExtraOutput(self.name, self._dtype(), _tap_empty),)
 
     def reference(self, value: Tensor, context: Context) -> Tensor:
-        context.outputs.append(to_dtype(value, self._dtype() or context.out_dtype))
+        rounded = to_dtype(value, self._dtype() or context.out_dtype)
+        # Results never share memory, not with the main one either.
+        context.outputs.append(rounded.clone() if rounded is value else rounded)
         return value
 
     def emit(self, tile: KernelTile) -> KernelTile:

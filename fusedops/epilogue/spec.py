@@ -21,7 +21,26 @@ import torch
 
 from fusedops.errors import ConfigError
 
-__all__ = ["DTYPES", "DTYPE_NAMES", "SpecItem", "dtype_from_name", "dtype_name", "split_chain"]
+__all__ = [
+    "DTYPES",
+    "DTYPE_NAMES",
+    "SpecItem",
+    "dtype_from_name",
+    "dtype_name",
+    "forget_when_redefined",
+    "split_chain",
+]
+
+_FORGET: list[Callable[[], None]] = []
+
+
+def forget_when_redefined(forget: Callable[[], None]) -> None:
+    """Call ``forget`` when a class takes another's name (a notebook's cell run again, a reload).
+
+    What was made of a text would otherwise keep the old class's math.
+    """
+    _FORGET.append(forget)
+
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float32: "f32",
@@ -29,7 +48,6 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float16: "f16",
     torch.float8_e4m3fn: "e4m3",
     torch.int8: "int8",
-    torch.int32: "int32",
 }
 """Dtypes that may stand in a specification, with their names there."""
 
@@ -100,6 +118,8 @@ class SpecItem:
     spec_name: ClassVar[str] = ""
     registry: ClassVar[dict[str, type[SpecItem]]] = {}
     kind: ClassVar[str] = "part"
+    _replaced: ClassVar[type[SpecItem] | None] = None
+    """The finished class whose name this one took: its text stands for it until this is one."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -113,7 +133,7 @@ class SpecItem:
                 f"spec_name {name!r} of {cls.__qualname__}: accepted is text that matches "
                 f"{_NAME.pattern}."
             )
-        known = cls.registry.get(name)
+        known = _finished(cls.registry.get(name))
         if known is not None and (known.__module__, known.__qualname__) != (
             cls.__module__,
             cls.__qualname__,
@@ -122,7 +142,12 @@ class SpecItem:
                 f"{cls.kind} {name!r} is defined twice: {known.__module__}.{known.__qualname__} "
                 f"and {cls.__module__}.{cls.__qualname__}; give one another spec_name."
             )
+        cls._replaced = known
         cls.registry[name] = cls
+        if known is not None:
+            known._replaced = None
+            for forget in _FORGET:
+                forget()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         _require_complete(cls)
@@ -155,11 +180,10 @@ class SpecItem:
                 f"{cls.kind} {text!r} is malformed; write name or name(argument,...)."
             )
         name, arguments = match.groups()
-        item_class = cls.registry.get(name)
+        item_class = _finished(cls.registry.get(name)) or cls.registry.get(name)
         if item_class is None:
-            raise ConfigError(
-                f"unknown {cls.kind} {name!r}; accepted are {', '.join(sorted(cls.registry))}."
-            )
+            known = sorted(key for key, found in cls.registry.items() if _finished(found))
+            raise ConfigError(f"unknown {cls.kind} {name!r}; accepted are {', '.join(known)}.")
         _require_complete(item_class)
         raw = split_chain(arguments, ",") if arguments and arguments.strip() else []
         fields = dataclasses.fields(item_class)
@@ -176,6 +200,16 @@ class SpecItem:
             return typing.cast(Self, item_class(**values))
         except TypeError as error:
             raise ConfigError(f"{cls.kind} {text!r}: {error}.") from error
+
+
+def _finished(cls: type[SpecItem] | None) -> type[SpecItem] | None:
+    """``cls``, or while it is no dataclass the class whose name it took, if there is one.
+
+    A class registers itself before its decorator has run, and the decorator may fail.
+    """
+    if cls is None or "__dataclass_fields__" in cls.__dict__:
+        return cls
+    return cls._replaced
 
 
 def _format_value(value: object) -> str:

@@ -6,7 +6,9 @@ Nothing here compiles or loads a kernel, and only ``clear`` writes.
 
 from __future__ import annotations
 
-import shutil
+import contextlib
+import os
+import stat
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fusedops.jit.entry import DamagedEntryError, Manifest, read_entry, read_manifest
-from fusedops.jit.folder import CacheFolder, storage_errors
+from fusedops.jit.folder import CacheFolder, storage_errors, why_no_entry
 from fusedops.jit.location import CacheSettings, require_own
 
 __all__ = [
@@ -96,7 +98,8 @@ def entries(root: Path | None = None) -> list[CachedKernel]:
     if folder is None:
         return []
     with storage_errors(folder.root):
-        found = [_describe(folder.entries_dir / name) for name in folder.names()]
+        described = [_describe(folder.entries_dir / name) for name in folder.names()]
+    found = [kernel for kernel in described if kernel is not None]
     return sorted(found, key=lambda kernel: (-kernel.age_s, kernel.name))
 
 
@@ -122,13 +125,32 @@ def verify(root: Path | None = None) -> list[Damage]:
     with storage_errors(folder.root):
         for name in folder.names():
             path = folder.entries_dir / name
-            try:
-                read_entry(path, "disk")
-            except FileNotFoundError:
-                continue  # removed meanwhile
-            except DamagedEntryError as error:
-                damages.append(Damage(name, path, str(error)))
+            # Once more where it fails: it may have been removed and built anew between two files.
+            if _why_damaged(path) is not None:
+                why = _why_damaged(path)
+                if why is not None:
+                    damages.append(Damage(name, path, why))
     return damages
+
+
+def _why_damaged(path: Path) -> str | None:
+    """Why the entry at ``path`` cannot be used; None when it is sound, or removed meanwhile."""
+    why = why_no_entry(path)
+    if why is not None:
+        return why
+    try:
+        read_entry(path, "disk")
+    except FileNotFoundError:
+        return None
+    except DamagedEntryError as error:
+        return str(error)
+    except OSError as error:
+        return _why_unreadable(error)
+    return None
+
+
+def _why_unreadable(error: OSError) -> str:
+    return f"{Path(str(error.filename)).name} cannot be read: {error.strerror}"
 
 
 def clear(
@@ -173,7 +195,7 @@ def clear(
     with storage_errors(folder.root):
         folder.make()
         for kernel in kernels:
-            if _remove_entry(folder, kernel.path):
+            if folder.remove_entry(kernel.name):
                 removed += 1
                 size_bytes += kernel.size_bytes
             else:
@@ -182,10 +204,11 @@ def clear(
             count, bytes_removed = _remove_leftovers(folder, name)
             leftovers += count
             size_bytes += bytes_removed
-        if folder.damaged_dir.is_dir():
-            leftovers += len(list(folder.damaged_dir.iterdir()))
-            size_bytes += _size_bytes(folder.damaged_dir)
-            shutil.rmtree(folder.damaged_dir)
+        for copy in folder.damaged():
+            bytes_removed = _size_bytes(copy)
+            if folder.remove_damaged(copy):
+                leftovers += 1
+                size_bytes += bytes_removed
     return Cleared(removed, leftovers, size_bytes, tuple(busy))
 
 
@@ -196,12 +219,19 @@ def _existing(root: Path | None) -> CacheFolder | None:
     return CacheFolder(path)
 
 
-def _describe(path: Path) -> CachedKernel:
+def _describe(path: Path) -> CachedKernel | None:
+    """The stored kernel at ``path``; None when it was removed meanwhile."""
     size_bytes = _size_bytes(path)
+    why = why_no_entry(path)
+    if why is not None:
+        return CachedKernel(path.name, path, "", "", "", {}, size_bytes, 0.0, why)
     try:
         manifest = read_manifest(path)
-    except (DamagedEntryError, FileNotFoundError) as error:
-        return CachedKernel(path.name, path, "", "", "", {}, size_bytes, 0.0, str(error))
+    except FileNotFoundError:
+        return None
+    except (DamagedEntryError, OSError) as error:
+        why = _why_unreadable(error) if isinstance(error, OSError) else str(error)
+        return CachedKernel(path.name, path, "", "", "", {}, size_bytes, 0.0, why)
     return _from_manifest(path, manifest, size_bytes)
 
 
@@ -219,32 +249,17 @@ def _from_manifest(path: Path, manifest: Manifest, size_bytes: int) -> CachedKer
     )
 
 
-def _size_bytes(folder: Path) -> int:
+def _size_bytes(top: Path) -> int:
+    """Bytes of the files below a folder, or of a file; links are not followed."""
+    # os.walk passes over a folder that another process removes meanwhile, but follows its first.
+    walked = () if top.is_symlink() else os.walk(top)
+    files = [Path(folder, name) for folder, _, names in walked for name in names]
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            if path.is_file():
-                total += path.stat().st_size
-        except FileNotFoundError:
-            continue  # removed meanwhile
+    for path in files or [top]:
+        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+            status = path.lstat()
+            total += status.st_size if stat.S_ISREG(status.st_mode) else 0
     return total
-
-
-def _remove_entry(folder: CacheFolder, path: Path) -> bool:
-    lock = folder.lock(path.name)
-    if not lock.acquire(wait=False):
-        return False
-    try:
-        # Renamed first, so that no other process ever sees half an entry.
-        doomed = path.with_name(f".{path.name}.0.removed")
-        shutil.rmtree(doomed, ignore_errors=True)
-        path.rename(doomed)
-        shutil.rmtree(doomed)
-    except FileNotFoundError:
-        pass  # another process removed it
-    finally:
-        lock.release(delete=True)
-    return True
 
 
 def _remove_leftovers(folder: CacheFolder, name: str) -> tuple[int, int]:

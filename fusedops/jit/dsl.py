@@ -37,6 +37,10 @@ __all__ = [
 OBJECT = "kernel.o"
 ENTRY_POINT = "kernel"
 _FLAGS = ("--enable-tvm-ffi",)
+_LOADING = {"apache-tvm-ffi": "tvm_ffi", "apache-tvm-ffi-orcjit": "tvm_ffi_orcjit"}
+_COMPILING = {"nvidia-cutlass-dsl": "cutlass"}
+"""Wheels of the extra cuda that kernels of the DSL need, each with the module that it brings."""
+
 _INSTALL = "install fusedops with its extra cuda, in a checkout: pip install -e '.[cuda]'"
 
 LoadedKernel = Callable[..., Any]
@@ -87,11 +91,13 @@ def missing_wheels(prebuilt: bool) -> str:
     Args:
         prebuilt: folders of prebuilt kernels are configured, so that compiling may not be needed.
     """
-    if importlib.util.find_spec("tvm_ffi_orcjit") is None:
-        return f"loading a kernel needs apache-tvm-ffi-orcjit, which is absent; {_INSTALL}"
-    if not prebuilt and importlib.util.find_spec("cutlass") is None:
-        return f"compiling a kernel needs nvidia-cutlass-dsl, which is absent; {_INSTALL}"
-    return ""
+    wheels = _LOADING if prebuilt else {**_LOADING, **_COMPILING}
+    absent = [wheel for wheel, module in wheels.items() if importlib.util.find_spec(module) is None]
+    if not absent:
+        return ""
+    work = "loading" if prebuilt else "compiling and loading"
+    are = "is" if len(absent) == 1 else "are"
+    return f"{work} a kernel needs {', '.join(absent)}, which {are} absent; {_INSTALL}"
 
 
 def compile_dsl(program: DslProgram, arch: str, folder: Path) -> dict[str, str]:

@@ -8,11 +8,13 @@ that a truncated or altered entry is told from a good one before anything in it 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
+import stat
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,10 @@ __all__ = [
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
+
+_DAMAGE_ERRNOS = frozenset({errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.ENODEV})
+"""Something of another kind lies where an entry has a file: a link to itself, a socket, a device,
+or a file in the folder's place."""
 
 
 class DamagedEntryError(Exception):
@@ -83,7 +89,7 @@ class Entry:
             FileNotFoundError: the entry was removed meanwhile (the store then looks it up again).
             DamagedEntryError: the file changed since the entry was verified.
         """
-        data = (self.folder / name).read_bytes()
+        data = _read_file(self.folder / name)
         size, digest = self.files[name]
         if len(data) != size or hashlib.sha256(data).hexdigest() != digest:
             raise DamagedEntryError(f"{name} changed")
@@ -92,6 +98,35 @@ class Entry:
     def path(self, name: str) -> Path:
         """Path of one file, for loaders that take a path."""
         return self.folder / name
+
+
+@contextlib.contextmanager
+def _damage_by_kind(name: str) -> Iterator[None]:
+    """Have an OSError that only something of another kind than a file gives count as damage."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _DAMAGE_ERRNOS:
+            raise
+        raise DamagedEntryError(f"{name} is not a file: {error.strerror}") from None
+
+
+def _read_file(path: Path) -> bytes:
+    """The bytes of one file of an entry, whatever lies there: a pipe is never waited for.
+
+    Raises:
+        FileNotFoundError: nothing lies there.
+        DamagedEntryError: what lies there is no file.
+    """
+    with _damage_by_kind(path.name):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise DamagedEntryError(f"{path.name} is not a file")
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(descriptor)
 
 
 def _checksum(body: Mapping[str, Any]) -> str:
@@ -144,10 +179,10 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises:
         FileNotFoundError: there is no such entry.
-        DamagedEntryError: the manifest is missing, cannot be parsed or fails its checksum.
+        DamagedEntryError: the manifest is missing, no file, cannot be parsed or fails its checksum.
     """
     try:
-        text = (folder / MANIFEST).read_bytes()
+        text = _read_file(folder / MANIFEST)
     except FileNotFoundError:
         if not folder.is_dir():
             raise
@@ -155,9 +190,10 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         body = json.loads(text)
         checksum = body.pop("checksum")
-    except (ValueError, AttributeError, KeyError, TypeError):
+        is_sound = checksum == _checksum(body) and body.get("format") == _FORMAT
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
         raise DamagedEntryError("its manifest cannot be parsed") from None
-    if checksum != _checksum(body) or body.get("format") != _FORMAT:
+    if not is_sound:
         raise DamagedEntryError("its manifest fails its checksum")
     files = {name: (size, digest) for name, (size, digest) in body["files"].items()}
     return Manifest(body["key"], body["toolchain"], files, body["info"], body["created_s"])
@@ -179,15 +215,17 @@ def read_entry(
     """
     if require is not None:
         require(folder)
-        with contextlib.suppress(FileNotFoundError):  # read_manifest says what that means
+        # Where there is no manifest, read_manifest says what that means.
+        with _damage_by_kind(MANIFEST), contextlib.suppress(FileNotFoundError):
             require(folder / MANIFEST)
     manifest = read_manifest(folder)
     for name, (size, digest) in manifest.files.items():
         path = folder / name
         try:
             if require is not None:
-                require(path)
-            data = path.read_bytes()
+                with _damage_by_kind(name):
+                    require(path)
+            data = _read_file(path)
         except FileNotFoundError:
             if not folder.is_dir():
                 raise

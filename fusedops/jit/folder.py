@@ -2,7 +2,8 @@
 
 Layout below the root: ``entries/<name>/`` holds one kernel each (``entry.py``), a name that begins
 with a dot is an entry being written; ``locks/<name>.lock`` is held while that kernel is built or
-removed; ``damaged/<name>/`` keeps the last damaged copy for a look at it.
+removed; ``damaged/<name>/`` keeps the last damaged copy for a look at it. These three folders are
+made when they are first needed and never removed, so that what renames into one finds it there.
 """
 
 from __future__ import annotations
@@ -45,9 +46,6 @@ the loader wants to be told. Raises BuildError with the last lines of the compil
 
 OnDamage = Callable[[Path, str], None]
 Result = TypeVar("Result")
-
-_DAMAGE_ERRNOS = frozenset({errno.EISDIR, errno.ENOTDIR, errno.ELOOP})
-"""Something of another kind lies where an entry has a file."""
 
 _STORAGE_ERRNOS = frozenset(
     {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
@@ -94,11 +92,21 @@ def why_no_entry(path: Path) -> str | None:
 
 
 def _remove(path: Path) -> None:
-    """Remove what lies at ``path``, whatever it is; of a symbolic link the link itself."""
-    if path.is_symlink() or not path.is_dir():
-        path.unlink(missing_ok=True)
-    else:
-        shutil.rmtree(path, ignore_errors=True)
+    """Remove what lies at ``path``, whatever it is; of a symbolic link the link itself.
+
+    Another process may be removing it at the same time.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    while os.path.lexists(path):
+        try:
+            if path.is_symlink() or not path.is_dir():
+                path.unlink()
+            else:
+                shutil.rmtree(path)
+        except FileNotFoundError:
+            continue  # the other process was faster with a part of it
 
 
 def run_build(build: Build, folder: Path, key: KernelKey) -> dict[str, str]:
@@ -167,11 +175,6 @@ class CacheFolder:
             except DamagedEntryError as error:
                 on_damage(folder, str(error))
                 continue
-            except OSError as error:
-                if error.errno not in _DAMAGE_ERRNOS:
-                    raise
-                on_damage(folder, f"{error.filename}: {error.strerror}")
-                continue
             if manifest.fields != key.fields:
                 on_damage(folder, "its manifest belongs to another kernel")
             elif key.accepts_toolchain(manifest.toolchain):
@@ -190,14 +193,10 @@ class CacheFolder:
         return sorted(self.entries_dir.glob(f"{key.prefix}*"), reverse=True)
 
     def names(self) -> list[str]:
-        """Names of all entries, sorted; files and links of such a name are none."""
+        """Names of all that lies where entries do, sorted: damage too, such as a file or a link."""
         if not self.entries_dir.is_dir():
             return []
-        return sorted(
-            path.name
-            for path in self.entries_dir.iterdir()
-            if is_entry_name(path.name) and why_no_entry(path) is None
-        )
+        return sorted(path.name for path in self.entries_dir.iterdir() if is_entry_name(path.name))
 
     def make(self) -> None:
         """Create the folders and check that the root is this user's.
@@ -248,6 +247,11 @@ class CacheFolder:
             lock.release()
 
     def _set_aside(self, folder: Path, why: str) -> None:
+        """Move a damaged entry, whose lock must be held, to where the last damaged copy is kept.
+
+        ``remove_damaged`` leaves it alone while the lock is held and keeps the folder itself, which
+        is therefore there from the first damage on.
+        """
         make_dir(self.damaged_dir, self._dir_mode)
         kept = self.damaged_dir / folder.name
         _remove(kept)
@@ -285,11 +289,62 @@ class CacheFolder:
                 raise
             shutil.rmtree(temporary)
 
+    def remove_entry(self, name: str) -> bool:
+        """Remove the entry ``name``, whatever lies there, unless a process holds its lock.
+
+        Returns:
+            False when a process does.
+
+        Raises:
+            OSError: it cannot be removed.
+        """
+        lock = self.lock(name)
+        if not lock.acquire(wait=False):
+            return False
+        try:
+            # Renamed first, so that no other process ever sees half an entry.
+            doomed = self.entries_dir / f".{name}.0.removed"
+            _remove(doomed)
+            with contextlib.suppress(FileNotFoundError):  # another process removed it
+                (self.entries_dir / name).rename(doomed)
+            _remove(doomed)
+        finally:
+            lock.release(delete=True)
+        return True
+
+    def damaged(self) -> list[Path]:
+        """The damaged copies that were set aside, sorted."""
+        return sorted(self.damaged_dir.iterdir()) if self.damaged_dir.is_dir() else []
+
+    def remove_damaged(self, copy: Path) -> bool:
+        """Remove one of ``damaged()``, unless a process holds the lock of its entry.
+
+        Returns:
+            False when a process does.
+
+        Raises:
+            OSError: it cannot be removed.
+        """
+        if not is_entry_name(copy.name):  # no process of ours put it there
+            _remove(copy)
+            return True
+        lock = self.lock(copy.name)
+        if not lock.acquire(wait=False):
+            return False
+        try:
+            _remove(copy)
+        finally:
+            lock.release(delete=True)
+        return True
+
     def remove_leftovers(self, name: str) -> int:
         """Remove what builds of ``name`` left behind when they were killed; its lock must be held.
 
         Returns:
             the number of folders removed.
+
+        Raises:
+            OSError: one cannot be removed.
         """
         leftovers = list(self.entries_dir.glob(f".{name}.*"))
         for folder in leftovers:

@@ -6,8 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from fusedops.check import (
+    ACTIVATION_DTYPES,
     describe,
     require_dim,
+    require_dtype,
     require_integer,
     require_one_dtype,
     require_same_device,
@@ -16,6 +18,7 @@ from fusedops.check import (
 from fusedops.errors import ConfigError, FusedOpsError, ShapeError
 from fusedops.gemm import spec_text
 from fusedops.ops.gemm_arguments import shape_of
+from fusedops.weight import DENSE_DTYPES
 
 __all__ = [
     "autocast_dtype",
@@ -47,11 +50,11 @@ def require_sizes(op: str, dtype: torch.dtype | None, **sizes: int) -> None:
     """Check the arguments of a module's constructor.
 
     Raises:
-        ConfigError: a size is no integer or negative, or ``dtype`` is no floating-point dtype.
+        ConfigError: a size is no integer or negative, or ``dtype`` is no dtype of activations.
     """
     for name, size in sizes.items():
         require_integer(op, name, size, 0)
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+    if dtype is not None and dtype not in ACTIVATION_DTYPES:
         raise ConfigError(
             f"{op}: dtype={dtype!r}; accepted are torch.float32, torch.bfloat16, torch.float16, or "
             "None for torch's default dtype."
@@ -62,12 +65,13 @@ def require_weights(op: str, **weights: Tensor) -> None:
     """Check the weights that a module takes over.
 
     Raises:
-        DTypeError: one is no tensor, or their dtypes differ.
+        DTypeError: one is no tensor or of a dtype that no product takes, or their dtypes differ.
         ShapeError: one is no matrix.
         DeviceError: their devices differ.
     """
     for name, weight in weights.items():
         require_tensor(op, name, weight)
+        require_dtype(op, name, weight, DENSE_DTYPES)
         require_dim(op, name, weight, 2, exactly=True)
     require_one_dtype(op, **weights)
     first, anchor = next(iter(weights.items()))

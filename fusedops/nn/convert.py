@@ -6,19 +6,20 @@ names and hooks; everything else stays the model's own code.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from fusedops.check import require_choice
+from fusedops.check import require_bool, require_choice
 from fusedops.errors import ConfigError, DeviceError, UnsupportedError
 from fusedops.nn.families import Family, accepted_model_types, family_of
 from fusedops.nn.linear import FusedGatedMLP, FusedLinear, FusedMLP, FusedQKV
 from fusedops.nn.norm import LayerNorm, RMSNorm
 from fusedops.nn.report import ConversionReport, ConvertedModule, SkippedModule
-from fusedops.nn.rules import LINEAR, Rule, Setting, is_adapter
+from fusedops.nn.rules import LINEAR, Rule, Setting, is_adapter, set_data
 
 __all__ = ["POLICIES", "convert"]
 
@@ -55,10 +56,15 @@ def convert(
     * under ``torch.autocast`` linear layers and MLPs give what ``nn.Linear`` gives there: they cast
       x and their weights to autocast's dtype, at every call. A policy of that dtype casts the
       weights once, which is quicker. Norms keep the dtype of x;
+    * a module that is not what its class in transformers (or torch) says stays, with a reason in
+      the report: a subclass, another ``forward`` (of the instance or assigned to the class), a
+      parameter, buffer or child more;
     * layers wrapped by an adapter (LoRA) are left alone with all inside them, and so is an MLP
       around one. A converted linear layer is an ``nn.Linear`` and can be wrapped later.
 
-    A second call finds nothing to replace. A model that is refused is left unchanged.
+    A second call finds nothing to replace. A model that is refused is left unchanged. The mode
+    around the call does not matter: parameters made under ``torch.inference_mode()`` stay such,
+    which only that mode can change later, and others stay ordinary ones.
 
     Args:
         model: in evaluation mode, with its weights loaded. Buffers keep their dtype: rotary
@@ -73,11 +79,13 @@ def convert(
         a report of what was replaced, and what was left alone for which reason.
 
     Raises:
-        ConfigError: unknown policy, model in training mode, or no output embedding to convert.
+        ConfigError: unknown policy, ``lm_head`` or ``strict`` is no bool, model in training mode,
+            no output embedding to convert, or a parameter that the policy's dtype cannot hold.
         DeviceError: parameters are on the meta device, so they have no values yet.
         UnsupportedError: the model belongs to no family (and ``strict``), or is quantized.
     """
     require_choice("convert", "policy", policy, tuple(POLICIES))
+    require_bool("convert", lm_head=lm_head, strict=strict)
     config = getattr(model, "config", None)
     family = family_of(getattr(config, "model_type", None))
     _check(model, family, strict)
@@ -88,9 +96,11 @@ def convert(
             "(get_output_embeddings() gives none); accepted: lm_head=False."
         )
     dtype = POLICIES[policy]
-    setting = Setting(config, dtype, dtype or _model_dtype(model))
+    home = family.home if family else None
+    setting = Setting(config, dtype, dtype or _model_dtype(model), home)
     planner = _Planner(family, setting, head, lm_head)
     planner.visit("", model)
+    _require_in_range(model, policy, setting)
     return _apply(model, policy, planner)
 
 
@@ -123,6 +133,34 @@ def _check(model: nn.Module, family: Family | None, strict: bool) -> None:
                 "with their weights loaded: load_state_dict(..., assign=True), or from_pretrained "
                 "without a device_map that offloads."
             )
+
+
+def _require_in_range(model: nn.Module, policy: str, setting: Setting) -> None:
+    """Raise ConfigError if a finite parameter would become infinite when it is cast."""
+    if setting.dtype is None:
+        return
+    largest = torch.finfo(setting.dtype).max
+    for name, parameter in model.named_parameters():
+        if not setting.casts(parameter) or torch.finfo(parameter.dtype).max <= largest:
+            continue
+        value = _largest_magnitude(parameter.detach())
+        # Between the largest and infinity lie those that are rounded down.
+        if torch.tensor(value, dtype=torch.float64, device="cpu").to(setting.dtype).isinf():
+            dtype = str(setting.dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"convert: {name} holds a value of magnitude {value:g}, which policy={policy!r} "
+                f"would make infinite: {dtype} ends at {largest:g}. Accepted are a policy whose "
+                "dtype holds it (keep casts nothing), or a model with smaller weights."
+            )
+
+
+def _largest_magnitude(tensor: Tensor) -> float:
+    """The largest magnitude of the finite elements; 0 when there is none."""
+    if tensor.numel() == 0:
+        return 0.0
+    low, high = (bound.item() for bound in torch.aminmax(tensor))  # makes no copy, as abs() would
+    value = max(-low, high)
+    return value if math.isfinite(value) else _largest_magnitude(tensor[tensor.isfinite()])
 
 
 def _output_embedding(model: nn.Module) -> nn.Module | None:
@@ -245,7 +283,10 @@ def _apply(model: nn.Module, policy: str, planner: _Planner) -> ConversionReport
     while planned:
         # Nothing else holds the old module: its weights are freed before the next one is packed.
         path, old, rule = planned.popleft()
-        new = rule.build(old, setting)
+        # What is packed is of the kind of what it is packed from, whatever the mode here.
+        is_inference = any(parameter.is_inference() for parameter in old.parameters())
+        with torch.inference_mode(is_inference), torch.no_grad():
+            new = rule.build(old, setting)
         _inherit(new, old)
         n_parameters = sum(parameter.numel() for parameter in old.parameters())
         converted.append(
@@ -271,9 +312,12 @@ def _places(
 
 def _cast(model: nn.Module, setting: Setting) -> int:
     """Cast the parameters in place; how many there were."""
+    dtype = setting.dtype
+    if dtype is None:
+        return 0
     parameters = [parameter for parameter in model.parameters() if setting.casts(parameter)]
     for parameter in parameters:
-        parameter.data = parameter.data.to(setting.dtype)
+        set_data(parameter, lambda data: data.to(dtype))
     return len(parameters)
 
 

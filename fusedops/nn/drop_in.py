@@ -91,13 +91,19 @@ class _KeepsNames(nn.Module):
         assign = local_metadata.get("assign_to_params_buffers", False)
         if not assign:  # as nn.Module does: what is loaded takes the dtype and device of its place
             given = {name: tensor.to(current[name]) for name, tensor in given.items()}
-        loaded = dict(self.packed({**current, **given}).named_parameters())
-        with torch.no_grad():
-            for name, parameter in list(self.named_parameters()):
-                if assign:
-                    setattr(self, name, loaded[name])
-                else:
+        # Assigned parameters are of the kind of what is loaded, as those of nn.Module are.
+        is_inference = any(tensor.is_inference() for tensor in given.values())
+        with torch.inference_mode(is_inference), torch.no_grad():
+            loaded = dict(self.packed({**current, **given}).named_parameters())
+        for name, parameter in list(self.named_parameters()):
+            if assign:
+                setattr(self, name, loaded[name])
+                continue
+            try:
+                with torch.no_grad():
                     parameter.copy_(loaded[name])
+            except RuntimeError as error:  # e.g. a parameter of inference mode, outside of it
+                error_msgs.append(f"while copying into {prefix}{name}: {error}")
 
 
 class DropInGatedMLP(_KeepsNames, FusedGatedMLP):

@@ -29,11 +29,19 @@ class Family:
         name: its name for people.
         model_type: ``config.model_type`` of its models.
         rules: what happens to its modules.
+        package: its package in ``transformers.models``; None where that is ``model_type``.
     """
 
     name: str
     model_type: str
     rules: tuple[Rule, ...]
+    package: str | None = None
+
+    @property
+    def home(self) -> str:
+        """The Python module that defines its classes."""
+        package = self.package or self.model_type
+        return f"transformers.models.{package}.modeling_{package}"
 
     @cached_property
     def by_class(self) -> dict[str, Rule]:
@@ -99,6 +107,7 @@ FAMILIES: tuple[Family, ...] = (
             AttentionRule("Gemma3Attention"),
             GatedMlpRule("Gemma3MLP", activation_key="hidden_activation"),
         ),
+        package="gemma3",
     ),
     Family(
         "Phi-3",

@@ -13,7 +13,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from fusedops.check import require_one_dtype
+from fusedops.check import require_bool, require_one_dtype
 from fusedops.epilogue.activations import lookup
 from fusedops.errors import ConfigError, ShapeError
 from fusedops.nn.base import (
@@ -89,6 +89,7 @@ class FusedLinear(nn.Linear):
     ) -> None:
         sizes = {"in_features": in_features, "out_features": out_features}
         require_sizes("FusedLinear", dtype, **sizes)
+        require_bool("FusedLinear", bias=bias)
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         self.requires_grad_(False)
         self.activation = activation
@@ -150,6 +151,7 @@ class FusedGatedMLP(nn.Module):
         super().__init__()
         lookup(act)
         require_sizes("FusedGatedMLP", dtype, hidden=hidden, intermediate=intermediate)
+        require_bool("FusedGatedMLP", bias=bias)
         self.hidden, self.intermediate, self.act = hidden, intermediate, act
         padded = padded_gate_rows(intermediate)
         empty = partial(empty_parameter, dtype=dtype, device=device)
@@ -234,6 +236,7 @@ class FusedMLP(nn.Module):
         super().__init__()
         lookup(act)
         require_sizes("FusedMLP", dtype, hidden=hidden, intermediate=intermediate)
+        require_bool("FusedMLP", bias=bias)
         self.hidden, self.intermediate, self.act = hidden, intermediate, act
         empty = partial(empty_parameter, dtype=dtype, device=device)
         self.up = empty(intermediate, hidden)
@@ -299,6 +302,7 @@ class FusedQKV(nn.Module):
         super().__init__()
         sizes = {"n_heads": n_heads, "n_kv_heads": n_kv_heads, "head_dim": head_dim}
         require_sizes("FusedQKV", dtype, hidden=hidden, **sizes)
+        require_bool("FusedQKV", bias=bias)
         self.n_heads, self.n_kv_heads, self.head_dim = n_heads, n_kv_heads, head_dim
         rows = (n_heads + 2 * n_kv_heads) * head_dim
         self.weight = frozen(torch.empty(rows, hidden, dtype=dtype, device=device))

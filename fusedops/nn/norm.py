@@ -7,6 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
+from fusedops.check import require_bool
 from fusedops.nn.base import frozen, require_sizes
 from fusedops.ops.norm import fused_add_rms_norm, layer_norm, rms_norm
 from fusedops.prologue import RmsNormPrologue
@@ -38,6 +39,7 @@ class RMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         require_sizes("RMSNorm", dtype, hidden=hidden)
+        require_bool("RMSNorm", round_before_weight=round_before_weight)
         self.eps, self.weight_offset = eps, weight_offset
         self.round_before_weight = round_before_weight
         self.weight = frozen(torch.ones(hidden, dtype=dtype, device=device))
@@ -86,6 +88,7 @@ class LayerNorm(nn.LayerNorm):
         device: torch.device | str | None = None,
     ) -> None:
         require_sizes("LayerNorm", dtype, hidden=hidden)
+        require_bool("LayerNorm", elementwise_affine=elementwise_affine, bias=bias)
         super().__init__(hidden, eps, elementwise_affine, bias, device=device, dtype=dtype)
         self.requires_grad_(False)
 

@@ -6,6 +6,7 @@ of its class are; the same few rules serve every family.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -13,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from fusedops.check import ACTIVATION_DTYPES
-from fusedops.epilogue.activations import activation, activation_from_hf
+from fusedops.epilogue.activations import activation_from_hf
 from fusedops.errors import ConfigError
 from fusedops.nn.drop_in import DropInGatedMLP, DropInMLP
 from fusedops.nn.linear import FusedLinear
 from fusedops.nn.norm import LayerNorm, RMSNorm
+from fusedops.nn.rules_code import computes, has_hooks, other_code
 
 __all__ = [
     "LINEAR",
@@ -29,6 +31,7 @@ __all__ = [
     "Rule",
     "Setting",
     "is_adapter",
+    "set_data",
 ]
 
 _CASTABLE = (torch.float64, *ACTIVATION_DTYPES)
@@ -42,11 +45,13 @@ class Setting:
         config: the model's Hugging Face config, or None.
         dtype: what parameters are cast to before modules are replaced; None keeps theirs.
         model_dtype: dtype of the activations that flow through the model.
+        home: the Python module that defines the family's classes; None for no family.
     """
 
     config: Any
     dtype: torch.dtype | None
     model_dtype: torch.dtype
+    home: str | None = None
 
     def casts(self, parameter: Tensor) -> bool:
         """Whether ``parameter`` is cast: plain floating-point tensors of another dtype are."""
@@ -65,6 +70,16 @@ class Setting:
 def is_adapter(module: nn.Module) -> bool:
     """Whether ``module`` wraps a layer with an adapter, as LoRA libraries do."""
     return any(hasattr(module, name) for name in ("base_layer", "lora_A", "lora_embedding_A"))
+
+
+def set_data(parameter: Tensor, change: Callable[[Tensor], Tensor]) -> None:
+    """Give ``parameter`` the changed values; it stays the same object and of the same kind.
+
+    A tensor made under ``torch.inference_mode()`` and one made outside are of two kinds, and data
+    of the other kind leave a parameter that later operations refuse.
+    """
+    with torch.inference_mode(parameter.is_inference()), torch.no_grad():
+        parameter.data = change(parameter.data)
 
 
 @dataclass(frozen=True)
@@ -89,12 +104,22 @@ class Rule:
         raise NotImplementedError
 
 
-def _obstacle(module: nn.Module, parameters: tuple[str, ...], setting: Setting) -> str | None:
-    """Why a module of a known class with these parameters may not be replaced, or None."""
-    if "forward" in vars(module):
-        return "its forward was replaced on the instance"
+def _obstacle(
+    module: nn.Module,
+    parameters: tuple[str, ...],
+    setting: Setting,
+    children: tuple[str, ...] = (),
+) -> str | None:
+    """Why a module of a known class with these parameters and children must stay, or None."""
     if module._load_state_dict_pre_hooks:
         return "it has a hook of load_state_dict, which may be bound to it"
+    # The replacement would have none of these, nor their entries in a state_dict.
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            return f"it has a buffer {name!r} that its class does not have"
+    for name, child in module._modules.items():
+        if child is not None and name not in children:
+            return f"it has a module {name!r} that its class does not have"
     for name, parameter in module.named_parameters(recurse=False):
         if name not in parameters:
             return f"it has a parameter {name!r} that its class does not have"
@@ -103,6 +128,10 @@ def _obstacle(module: nn.Module, parameters: tuple[str, ...], setting: Setting) 
         if setting.dtype_of(parameter) not in ACTIVATION_DTYPES:
             return f"its {name} is {_short(parameter.dtype)}"
     return None
+
+
+def _no_weight(module: nn.Module) -> str | None:
+    return "it has no parameter 'weight'" if module._parameters.get("weight") is None else None
 
 
 def _short(dtype: torch.dtype) -> str:
@@ -118,13 +147,18 @@ class LinearRule(Rule):
             return "an adapter wraps it"
         if type(module) is not nn.Linear:
             return f"it is a {type(module).__name__}, not a plain nn.Linear"
-        return super().obstacle(module, setting)
+        return (
+            other_code(module, nn.Linear.__module__, "Linear")
+            or _no_weight(module)
+            or super().obstacle(module, setting)
+        )
 
     def build(self, module: nn.Module, setting: Setting) -> nn.Module:
         weight, bias = module.get_parameter("weight"), module._parameters["bias"]
         fused = FusedLinear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
         # The same objects, so that a tie to another layer stays a tie.
-        weight.data = weight.data.contiguous()
+        if not weight.is_contiguous():
+            set_data(weight, Tensor.contiguous)
         fused.weight = weight
         fused.register_parameter("bias", bias)
         return fused
@@ -148,7 +182,11 @@ class RmsNormRule(Rule):
     round_before_weight: bool = True
 
     def obstacle(self, module: nn.Module, setting: Setting) -> str | None:
-        found = _obstacle(module, ("weight",), setting)
+        found = (
+            other_code(module, setting.home or "", self.class_name)
+            or _no_weight(module)
+            or _obstacle(module, ("weight",), setting)
+        )
         if found is not None:
             return found
         if not isinstance(getattr(module, self.eps, None), float):
@@ -181,7 +219,9 @@ class LayerNormRule(Rule):
     def obstacle(self, module: nn.Module, setting: Setting) -> str | None:
         if type(module) is not nn.LayerNorm or len(module.normalized_shape) != 1:
             return "it is no nn.LayerNorm over the last dimension"
-        return super().obstacle(module, setting)
+        return other_code(module, nn.LayerNorm.__module__, "LayerNorm") or super().obstacle(
+            module, setting
+        )
 
     def build(self, module: nn.Module, setting: Setting) -> nn.Module:
         old = cast(nn.LayerNorm, module)
@@ -220,7 +260,9 @@ class _MlpRule(Rule):
     activation_key: str = "hidden_act"
 
     def obstacle(self, module: nn.Module, setting: Setting) -> str | None:
-        found = _obstacle(module, (), setting)
+        found = other_code(module, setting.home or "", self.class_name) or _obstacle(
+            module, (), setting, (*self.linears, self.activation_module)
+        )
         if found is not None:
             return found
         for name in self.linears:
@@ -231,8 +273,7 @@ class _MlpRule(Rule):
             if found is not None:
                 return f"{name}: {found}"
         for name in (*self.linears, self.activation_module):
-            child = getattr(module, name, None)
-            if isinstance(child, nn.Module) and (child._forward_hooks or child._forward_pre_hooks):
+            if has_hooks(getattr(module, name, None)):
                 return f"{name}: a hook is registered on it, and the fused block has no such layer"
         tensors = list(self._tensors(module).values())
         if len({(t.device, setting.dtype_of(t)) for t in tensors}) > 1:
@@ -260,11 +301,13 @@ class _MlpRule(Rule):
             return f"it has no activation {self.activation_module!r}"
         if "forward" in vars(function):
             return f"{self.activation_module}: its forward was replaced on the instance"
-        # The config names it, but the module runs what it holds: look at what that computes.
-        samples = torch.linspace(-6.0, 6.0, 97, device="cpu")
-        with torch.no_grad():
-            agrees = torch.allclose(function(samples), activation(name, samples), 1e-4, 1e-5)
-        return None if agrees else f"its {self.activation_module} does not compute {name}"
+        if isinstance(function, nn.Module) and (
+            [*function.parameters(), *function.buffers()] != []
+        ):
+            return f"its {self.activation_module} has parameters or buffers"
+        if not computes(function, name):
+            return f"its {self.activation_module} does not compute {name}"
+        return None
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ _OP_PAGED_ATTENTION = entry("paged_attention")
 def _default_scale(q: Tensor) -> float:
     try:
         scale: float = q.shape[-1] ** -0.5
-    except (AttributeError, IndexError, ZeroDivisionError):
+    except (AttributeError, IndexError, RuntimeError, ZeroDivisionError):
         require_tensor("paged_attention", "q", q)
         return 1.0  # the operation's own check says what is wrong with q's shape
     return scale

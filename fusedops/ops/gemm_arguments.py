@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fusedops.check import describe, describe_value, require_tensor
 from fusedops.epilogue.chain import Epilogue
-from fusedops.epilogue.spec import DTYPES
+from fusedops.epilogue.spec import DTYPES, forget_when_redefined
 from fusedops.errors import ConfigError, DTypeError, LayoutError, ShapeError
 from fusedops.ops.overlap import overlap
 from fusedops.problem import GemmSpec
@@ -26,6 +26,7 @@ from fusedops.weight import DENSE_DTYPES, Dense, WeightFormat
 
 __all__ = [
     "as_epilogue",
+    "as_prologue",
     "cached_spec",
     "ordered",
     "require_out_apart",
@@ -50,7 +51,8 @@ def as_epilogue(epilogue: Epilogue | str | None) -> Epilogue:
     return epilogue
 
 
-def _as_prologue(prologue: Prologue | str | None) -> Prologue:
+def as_prologue(prologue: Prologue | str | None) -> Prologue:
+    """The prologue that ``prologue`` is or describes; ConfigError for anything else."""
     if prologue is None:
         return NO_PROLOGUE
     if isinstance(prologue, str):
@@ -112,7 +114,10 @@ def cached_spec(
     if out_dtype is None:
         wide = x_dtype if x_dtype.is_floating_point and x_dtype.itemsize > 1 else torch.bfloat16
         out_dtype = chain.result_dtype(wide)
-    return GemmSpec(form, chain, out_dtype, _as_prologue(prologue))
+    return GemmSpec(form, chain, out_dtype, as_prologue(prologue))
+
+
+forget_when_redefined(cached_spec.cache_clear)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -189,7 +194,7 @@ def require_types(
         _as_weight(weight)
     as_epilogue(epilogue)
     _require_out_dtype(out_dtype)
-    _as_prologue(prologue)
+    as_prologue(prologue)
     if isinstance(operands, (Mapping, list, tuple)):
         named = operands if isinstance(operands, Mapping) else dict(enumerate(operands))
         for name, operand in named.items():
@@ -200,18 +205,30 @@ def require_types(
 
 
 def require_out_apart(
-    x: Tensor, w: Tensor, operands: Sequence[Tensor | None], out: Sequence[Tensor]
+    x: Tensor,
+    w: Tensor,
+    operands: Sequence[Tensor | None],
+    axes: Sequence[str],
+    out: Sequence[Tensor],
 ) -> None:
     """Raise LayoutError where an output shares memory with what is read, or with another output.
 
-    The one exception: the main result may be an operand of its shape and strides, a residual, since
-    each of its elements is read just before it is written.
+    The one exception: the main result may be a residual of its shape and strides, an operand with
+    axis ``mn``, since each of its elements is read just before it is written.
+
+    Args:
+        axes: of the operands.
     """
-    inputs = [("x", x), ("w", w)]
-    inputs += [(f"operand {i}", t) for i, t in enumerate(operands) if t is not None]
+    inputs = [("x", x, ""), ("w", w, "")]
+    inputs += [
+        (f"operand {i}", tensor, axis)
+        for i, (tensor, axis) in enumerate(zip(operands, axes, strict=False))
+        if tensor is not None
+    ]
     for number, result in enumerate(out):
-        for name, tensor in inputs:
-            if overlap(result, tensor) and (number or not _is_same(result, tensor, x, w)):
+        for name, tensor, axis in inputs:
+            in_place = number == 0 and axis == "mn" and _is_same(result, tensor)
+            if overlap(result, tensor) and not in_place:
                 raise LayoutError(
                     f"gemm_out: out shares memory with {name}, which is read while out is written "
                     f"(out: {describe(result)}, {name}: {describe(tensor)}); pass a separate "
@@ -226,11 +243,9 @@ def require_out_apart(
                 )
 
 
-def _is_same(result: Tensor, tensor: Tensor, x: Tensor, w: Tensor) -> bool:
+def _is_same(result: Tensor, tensor: Tensor) -> bool:
     return (
-        tensor is not x
-        and tensor is not w
-        and result.data_ptr() == tensor.data_ptr()
+        result.data_ptr() == tensor.data_ptr()
         and result.dtype == tensor.dtype
         and result.shape == tensor.shape
         and result.stride() == tensor.stride()

@@ -86,7 +86,7 @@ def require_tokens(op: str, first: str, x: Tensor, second: str, other: Tensor) -
     if other.dim() != 3:
         require_dim(op, second, other, 3, exactly=True)
     if other.dtype is not x.dtype:
-        require_dtype(op, second, other, (x.dtype,))
+        require_dtype(op, second, other, (x.dtype,), f"that of {first}")
     if other.device != x.device:
         require_same_device(op, first, x, **{second: other})
 

@@ -49,7 +49,7 @@ def histogram(
 
     Args:
         x: samples, any shape and strides; float32, bfloat16, float16 or float64.
-        bins: number of bins, 1 to ``MAX_BINS``.
+        bins: number of bins, 1 to 2**20.
         range: (lo, hi), finite, lo < hi. None takes the smallest and the largest sample; equal
             ones widen by 0.5 on each side, and no samples give (0, 1). None reads the data: on a
             GPU it synchronises, and a CUDA graph capture refuses it.
@@ -76,11 +76,15 @@ def histogram(
 
 def _ends(range: Sequence[float]) -> list[float]:
     try:
-        return [float(end) for end in range]
+        ends = [None if isinstance(end, bool) else float(end) for end in range]
     except (TypeError, ValueError):
+        ends = [None]
+    numbers = [end for end in ends if end is not None]
+    if len(numbers) < len(ends):
         raise ConfigError(
             f"histogram: range is {describe_value(range)}; accepted: two numbers (lo, hi), or None."
-        ) from None
+        )
+    return numbers
 
 
 def bincount(x: Tensor, bins: int) -> Tensor:
@@ -88,7 +92,7 @@ def bincount(x: Tensor, bins: int) -> Tensor:
 
     Args:
         x: any shape and strides; int64, int32 or uint8. Values outside [0, bins) are not counted.
-        bins: number of bins, 1 to ``MAX_BINS``.
+        bins: number of bins, 1 to 2**20.
 
     Returns:
         int64 (bins,).
@@ -106,7 +110,7 @@ def expert_histogram(expert_ids: Tensor, n_experts: int) -> tuple[Tensor, Tensor
 
     Args:
         expert_ids: T ids in any shape (flattened in row-major order); int64, int32 or uint8.
-        n_experts: E, 1 to ``MAX_BINS``.
+        n_experts: E, 1 to 2**20.
 
     Returns:
         counts: int64 (E,), ids equal to each expert.

@@ -69,7 +69,7 @@ def _check_residual(op: str, x: Tensor, residual: Tensor) -> None:
     if residual.shape != x.shape:
         require_shape(op, "residual", residual, [tuple(x.shape)], "the shape of x")
     if residual.dtype is not x.dtype:
-        require_dtype(op, "residual", residual, (x.dtype,))
+        require_dtype(op, "residual", residual, (x.dtype,), "that of x")
     if residual.device != x.device:
         require_same_device(op, "x", x, residual=residual)
 

@@ -23,7 +23,7 @@ from fusedops.providers.base import (
     not_applicable,
 )
 
-__all__ = ["LIBRARY", "OPS", "Op", "entry", "ignore_autocast", "refuse_grad"]
+__all__ = ["LIBRARY", "OPS", "Op", "entry", "ignore_autocast", "refuse_grad", "refuse_layouts"]
 
 LIBRARY = torch.library.Library("fusedops", "DEF")
 """The one library object; it must live as long as the process, or torch forgets the operators."""
@@ -48,19 +48,51 @@ def refuse_grad(op: str, args: tuple[Any, ...]) -> None:
 def entry(name: str) -> Callable[..., Any]:
     """``fusedops::<name>``, once defined, as its public Python function calls it.
 
-    Arguments of the wrong type raise DTypeError or ConfigError in place of torch's own error.
+    Arguments of the wrong type raise DTypeError or ConfigError in place of torch's own error, also
+    a bool in the place of a number and the other way round, which torch would take.
     """
     op = getattr(torch.ops.fusedops, name).default
+    kinds = [str(argument.real_type) for argument in op._schema.arguments]
+    numbers = tuple(i for i, kind in enumerate(kinds) if kind in ("int", "float"))
+    bools = tuple(i for i, kind in enumerate(kinds) if kind == "bool")
 
     def call(*args: Any) -> Any:
+        for i in numbers:
+            if isinstance(args[i], bool):
+                require_argument_types(name, op._schema, args)
+        for i in bools:
+            if not isinstance(args[i], bool):
+                require_argument_types(name, op._schema, args)
         try:
             return op(*args)
-        except (RuntimeError, TypeError) as error:
+        except (AttributeError, RuntimeError, TypeError) as error:
             if not isinstance(error, FusedOpsError):
                 require_argument_types(name, op._schema, args)
             raise
 
     return call
+
+
+_OTHER_LAYOUTS = (
+    *("SparseCPU", "SparseCUDA", "SparseCsrCPU", "SparseCsrCUDA", "MkldnnCPU"),
+    *("NestedTensorCPU", "NestedTensorCUDA", "AutogradNestedTensor"),
+)
+"""Dispatch keys of tensors that are not dense."""
+
+
+def refuse_layouts(name: str) -> None:
+    """Make ``fusedops::<name>``, once defined, refuse sparse and nested tensors (LayoutError).
+
+    Registered for the dispatch keys that only such tensors have, so that other calls do not pay.
+    """
+    schema = getattr(torch.ops.fusedops, name).default._schema
+
+    def refuse(*args: Any) -> None:
+        require_argument_types(name, schema, args)
+        raise UnsupportedError(f"{name}: accepted are dense tensors; call to_dense() on each.")
+
+    for key in _OTHER_LAYOUTS:
+        LIBRARY.impl(name, refuse, key)
 
 
 def _run_without_autocast(op: Callable[..., Any], device_type: str, *args: Any) -> Any:
@@ -153,6 +185,7 @@ class Op:
         LIBRARY.impl(self.name, self._run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"fusedops::{self.name}", self._run_fake, lib=LIBRARY)
         ignore_autocast(self.name)
+        refuse_layouts(self.name)
         OPS[self.name] = self
 
     def add(self, provider: str, supports: Callable[..., Support], run: Callable[..., Any]) -> None:
@@ -177,15 +210,23 @@ class Op:
 
         return choose(self.name, ask, policy)
 
+    def _check_new(self, args: tuple[Any, ...], signature: tuple[Any, ...]) -> None:
+        try:
+            self.check(*args)
+        except AttributeError:  # torch lets None through in the place of a tensor
+            schema = getattr(torch.ops.fusedops, self.name).default._schema
+            require_argument_types(self.name, schema, args)
+            raise
+        if len(self._accepted) >= _SIGNATURE_LIMIT:
+            self._accepted.clear()
+        self._accepted.add(signature)
+
     def _run(self, *args: Any) -> Any:
         if torch.is_grad_enabled():
             refuse_grad(self.name, args)
         signature = _signature(args)
         if signature not in self._accepted:
-            self.check(*args)
-            if len(self._accepted) >= _SIGNATURE_LIMIT:
-                self._accepted.clear()
-            self._accepted.add(signature)
+            self._check_new(args, signature)
         if self.check_aliases is not None:
             self.check_aliases(*args)
         on_cpu = args[0].is_cpu

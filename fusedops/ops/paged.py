@@ -58,9 +58,9 @@ def check_paged_cache(
     if layout not in LAYOUTS:
         require_choice(op, "layout", layout, LAYOUTS)
     if k_cache.dtype is not like.dtype:
-        require_dtype(op, "k_cache", k_cache, (like.dtype,))
+        require_dtype(op, "k_cache", k_cache, (like.dtype,), "that of the tokens")
     if v_cache.dtype is not like.dtype:
-        require_dtype(op, "v_cache", v_cache, (like.dtype,))
+        require_dtype(op, "v_cache", v_cache, (like.dtype,), "that of the tokens")
     if k_cache.dim() != 4:
         require_dim(op, "k_cache", k_cache, 4, exactly=True)
     if v_cache.shape != k_cache.shape:

@@ -93,8 +93,8 @@ def quantize(
         granularity: ``"token"`` (a scale a row), ``"tensor"`` (one scale) or ``"block128"`` (a
             scale for 128 consecutive values of a row; the last group may be shorter).
         scale: float32 scale to use instead of a dynamic one: () for ``"tensor"``, (M,) or
-            ``x.shape[:-1]`` for ``"token"``. It must be above zero, which is checked on the CPU
-            only, because reading it on a GPU would synchronise.
+            ``x.shape[:-1]`` for ``"token"``. It must be finite and above zero, which is checked on
+            the CPU only, because reading it on a GPU would synchronise.
 
     Returns:
         q: contiguous, shape of ``x``, float8_e4m3fn or int8.
@@ -118,7 +118,7 @@ def quantize(
 
     Raises:
         ConfigError: unknown ``dtype`` or ``granularity``; ``scale`` with ``"block128"``; a scale
-            that is not above zero (CPU).
+            that is not finite or not above zero (CPU).
         DTypeError: ``x`` is no activation dtype, ``scale`` is not float32.
         ShapeError: ``x`` has no dimension, ``scale`` has another shape.
         DeviceError: ``scale`` is on another device.
@@ -201,11 +201,12 @@ def _check_quantize_static(x: Tensor, scale: Tensor, dtype: str) -> None:
 
 
 def _check_static_values(x: Tensor, scale: Tensor, dtype: str) -> None:
-    # NaN and inf pass: they come from a row that held one, and the result shows them.
-    if bool((scale <= 0).any()):
+    accepted = (scale > 0) & (scale < math.inf)
+    if not bool(accepted.all()):
+        refused = scale[~accepted].flatten()[0].item()
         raise ConfigError(
-            f"quantize: scale is {describe(scale)} and its smallest value is "
-            f"{scale.amin().item()}; a scale must be above zero. Give an all-zero row scale 1."
+            f"quantize: scale is {describe(scale)} and holds {refused}; a given scale must be "
+            "finite and above zero. Give an all-zero row scale 1, or leave out scale."
         )
 
 

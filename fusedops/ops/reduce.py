@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,7 +34,7 @@ def reduce(
     Args:
         x: any shape and strides; float32, bfloat16, float16, float64, bool or an integer of
             int8, uint8, int16, int32, int64.
-        op: a key of ``REDUCTIONS``, see below.
+        op: sum, mean, sumsq, max, min, absmax, argmax, argmin, logsumexp, any or all, see below.
         dim: the dimension or dimensions to reduce, negative ones counted from the end; None
             reduces all.
         keepdim: keep reduced dimensions with size 1.
@@ -73,18 +73,19 @@ def reduce(
         ShapeError: ``dim`` outside ``x``; an empty dimension where the table says so.
         UnsupportedError: ``x`` requires grad while grad mode is on.
     """
-    dims = [dim] if isinstance(dim, int) else None if dim is None else _listed(dim)
+    dims = None if dim is None else _listed(dim)
     result: Tensor = _OP_REDUCE(x, op, dims, keepdim)
     return result
 
 
-def _listed(dim: Sequence[int]) -> list[int]:
-    try:
-        return list(dim)
-    except TypeError:
+def _listed(dim: int | Sequence[int]) -> list[int]:
+    dims = list(dim) if isinstance(dim, Iterable) else [dim]
+    # Torch would take True for 1; what else is no integer it refuses itself.
+    if any(isinstance(d, bool) for d in dims):
         raise ConfigError(
             f"reduce: dim is {describe_value(dim)}; accepted: an integer, several, or None for all."
-        ) from None
+        )
+    return dims
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:

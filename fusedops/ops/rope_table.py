@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedops.check import describe_value, require_finite, require_integer
+from fusedops.check import describe_value, require_bool, require_finite, require_integer
 from fusedops.errors import ConfigError
 
 __all__ = ["RopeScaling", "rope_table"]
@@ -79,6 +80,7 @@ class RopeScaling:
         for name in needed:
             if getattr(self, name) is None:
                 raise ConfigError(f"rope scaling {self.kind!r} needs {name}; set it.")
+        require_bool("rope scaling", truncate=self.truncate)
         for name in _NUMBERS:
             value = getattr(self, name)
             if value is not None:
@@ -215,6 +217,23 @@ _KINDS: dict[str, Callable[[Tensor, float, RopeScaling], tuple[Tensor, float]]] 
 }
 
 
+_PEAK_BYTES = 20
+"""Memory that making a table takes for each of its elements: the angles, cosines and sines of two
+elements and their concatenation in float64, of which the table's own float32 is made."""
+
+
+def _require_memory(rotary_dim: int, max_position: int) -> None:
+    """Raise ConfigError where making the table takes more than all memory of this machine."""
+    needed_bytes = _PEAK_BYTES * rotary_dim * max_position
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed_bytes > memory_bytes:
+        raise ConfigError(
+            f"rope_table: {max_position} positions of {rotary_dim} elements are a table of "
+            f"{4 * rotary_dim * max_position:,} bytes, and making it takes {needed_bytes:,}; this "
+            f"machine has {memory_bytes:,}. Accepted is a smaller max_position."
+        )
+
+
 def rope_table(
     rotary_dim: int, max_position: int, theta: float = 10000.0, scaling: RopeScaling | None = None
 ) -> Tensor:
@@ -233,7 +252,8 @@ def rope_table(
         (P, R) float32 on the CPU, row p = [cos(R/2) | sin(R/2)].
 
     Raises:
-        ConfigError: an argument is not as described.
+        ConfigError: an argument is not as described, or the table does not fit in this machine's
+            memory.
 
     Sources: Su et al., "RoFormer", 2021; Chen et al., "Extending Context Window of Large Language
     Models via Positional Interpolation", 2023 (linear); Peng et al., "YaRN", 2023; Grattafiori et
@@ -251,6 +271,7 @@ def rope_table(
         )
     if not 1.0 < theta < math.inf:
         raise ConfigError(f"rope_table: theta is {theta}; it must be finite and > 1.")
+    _require_memory(rotary_dim, max_position)
     exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim
     frequency = theta**-exponent
     factor = 1.0

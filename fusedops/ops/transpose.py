@@ -43,7 +43,9 @@ def transpose(x: Tensor) -> Tensor:
     """``x.transpose(-1, -2)`` as a new contiguous tensor.
 
     Args:
-        x: (..., R, C), any strides and any batch dimensions; a dtype of ``TRANSPOSE_DTYPES``.
+        x: (..., R, C), any strides and any batch dimensions; a dtype of 1, 2, 4 or 8 bytes with one
+            element in each: bool, every integer, float8, float16, bfloat16, float32, float64,
+            complex32 and complex64.
 
     Returns:
         (..., C, R), contiguous, the dtype of ``x``, bit for bit its elements; never a view of it.

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+from fusedops.check import require_bool
 from fusedops.errors import ConfigError, UnsupportedError
 
 __all__ = [
@@ -140,7 +141,8 @@ def use_provider(name: str, *, strict: bool = True) -> Iterator[Usage]:
     """Pin a provider for the calls made inside the block (and in this thread only).
 
     Args:
-        name: one of ``PROVIDER_ORDER``.
+        name: ``cutlass``, ``cuda``, ``flashinfer``, ``cublas``, ``cutlass_sm80``, ``torch`` or
+            ``reference``: the order in which they are asked otherwise.
         strict: raise ``UnsupportedError`` where the provider cannot serve a call; with False the
             provider is asked first and the others after it.
 
@@ -148,9 +150,10 @@ def use_provider(name: str, *, strict: bool = True) -> Iterator[Usage]:
         a ``Usage`` that counts what ran, so that a test can assert it.
 
     Raises:
-        ConfigError: the name is no provider's.
+        ConfigError: the name is no provider's, or ``strict`` no bool.
         UnsupportedError: raised by the calls inside the block, see ``strict``.
     """
+    require_bool("use_provider", strict=strict)
     usage = Usage()
     policy = Policy(_checked_name(name, "the argument of use_provider()"), strict, usage)
     token = _policy.set(policy)

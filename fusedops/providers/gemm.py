@@ -76,7 +76,11 @@ def deliver(
     results[0] = results[0].view(*m_shape, spec.out_n)
     if len(m_shape) != 1 and len(results) > 1:
         shapes = [shape for shape, _, _ in spec.expected_outputs(x)]
-        results = [result.view(shape) for result, shape in zip(results, shapes, strict=True)]
+        # A view would give dimensions of one element other strides than were allocated.
+        results = [
+            result if result.shape == shape else result.view(shape)
+            for result, shape in zip(results, shapes, strict=True)
+        ]
     return results
 
 
@@ -105,7 +109,7 @@ def _direct_form(problem: GemmProblem) -> DirectForm | None:
             return "F.linear with a bias", lambda x, w, t: F.linear(x, w, _row(t[0], n))
         case (Residual(beta=beta),) if problem.x_dtype == torch.float32:
             return "float32 product, then the residual", lambda x, w, t: float_product(x, w).add_(
-                _given(t[0]).reshape(-1, n), alpha=beta
+                _given(t[0]).reshape(problem.m, n), alpha=beta
             )
     return None
 

@@ -258,6 +258,19 @@ def test_checked_and_unchecked_forms_agree(
         assert torch.equal(left, right)
 
 
+@EACH_LAYOUT
+def test_a_page_of_the_cache_itself_can_be_appended(layout: str) -> None:
+    k_cache, v_cache = (normal(*caches(layout)[0].shape, seed=seed) for seed in (1, 2))
+    first = [slots_view(cache, layout)[0] for cache in (k_cache, v_cache)]
+    wanted = [page.clone() for page in first]
+    positions = torch.arange(PAGE_SIZE)
+    requests = torch.zeros(PAGE_SIZE, dtype=torch.int32)
+    append_paged_kv(*first, k_cache, v_cache, table(1), requests, positions, layout=layout)
+    for cache, page in zip((k_cache, v_cache), wanted, strict=True):
+        assert torch.equal(slots_view(cache, layout)[7], page)
+        assert torch.equal(slots_view(cache, layout)[0], page)
+
+
 def test_b75_metadata_is_checked_on_the_host() -> None:
     block_table = torch.tensor([[3], [0]], dtype=torch.int32)
     for length in (0, 1, 15, 16):

@@ -145,6 +145,8 @@ def write_slots(
     for cache, new in ((k_cache, k), (v_cache, v)):
         if tokens is not None:
             new = new[tokens]
+        elif new.untyped_storage().data_ptr() == cache.untyped_storage().data_ptr():
+            new = new.clone()  # tokens of another page, which torch would not copy in place
         view = slots_view(cache, layout)
         if view.is_contiguous():
             view.flatten(0, 1).index_copy_(0, slot, new)

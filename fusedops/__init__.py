@@ -22,6 +22,12 @@ from fusedops.nn.convert import convert
 from fusedops.ops.activation import act_and_mul
 from fusedops.ops.attention import paged_attention
 from fusedops.ops.embedding import embedding
+from fusedops.ops.fused_quantize import (
+    act_and_mul_quantize,
+    fused_add_rms_norm_quantize,
+    layer_norm_quantize,
+    rms_norm_quantize,
+)
 from fusedops.ops.histogram import bincount, expert_histogram, histogram
 from fusedops.ops.kv_append import append_paged_kv
 from fusedops.ops.norm import fused_add_rms_norm, fused_add_rms_norm_, layer_norm, rms_norm
@@ -63,6 +69,7 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "act_and_mul",
+    "act_and_mul_quantize",
     "append_paged_kv",
     "bincount",
     "convert",
@@ -73,14 +80,17 @@ __all__ = [
     "explain_problem",
     "fused_add_rms_norm",
     "fused_add_rms_norm_",
+    "fused_add_rms_norm_quantize",
     "gemm",
     "greedy",
     "histogram",
     "layer_norm",
+    "layer_norm_quantize",
     "paged_attention",
     "quantize",
     "reduce",
     "rms_norm",
+    "rms_norm_quantize",
     "rope",
     "rope_",
     "rope_append_paged_kv_",

@@ -10,9 +10,14 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from fusedops.providers import cuda_activation, cuda_norm, cuda_quantize
 from fusedops.providers.base import Support
 from fusedops.providers.cuda_base import NAME, CudaOp
+from fusedops.providers.cuda_embedding import EMBEDDING
+from fusedops.providers.cuda_histogram import BINCOUNT, EXPERT_HISTOGRAM, HISTOGRAM
 from fusedops.providers.cuda_reduce import plan_reduce
+from fusedops.providers.cuda_rope import APPEND, ROPE, ROPE_, ROPE_APPEND
+from fusedops.providers.cuda_sampling import GREEDY, SAMPLE
 from fusedops.providers.cuda_transpose import plan_transpose
 
 __all__ = ["register"]
@@ -41,6 +46,27 @@ def _reduce(x: Tensor, op: str, dim: Sequence[int] | None, keepdim: bool) -> Ten
 _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Support], Callable[..., Any]]] = {
     "transpose": (_TRANSPOSE.supports, _TRANSPOSE.run),
     "reduce": (_supports_reduce, _reduce),
+    "rms_norm": cuda_norm.RMS_NORM.entry(default=False),
+    "rms_norm_quantize": cuda_norm.RMS_NORM_QUANTIZE.entry(default=False),
+    "fused_add_rms_norm": cuda_norm.FUSED_ADD_RMS_NORM.entry(default=False),
+    "fused_add_rms_norm_": cuda_norm.FUSED_ADD_RMS_NORM_.entry(default=False),
+    "fused_add_rms_norm_quantize": cuda_norm.FUSED_ADD_RMS_NORM_QUANTIZE.entry(default=False),
+    "layer_norm": cuda_norm.LAYER_NORM.entry(default=False),
+    "layer_norm_quantize": cuda_norm.LAYER_NORM_QUANTIZE.entry(default=False),
+    "act_and_mul": cuda_activation.ACT_AND_MUL.entry(default=False),
+    "act_and_mul_quantize": cuda_activation.ACT_AND_MUL_QUANTIZE.entry(default=False),
+    "quantize": cuda_quantize.QUANTIZE.entry(default=False),
+    "quantize_static": cuda_quantize.QUANTIZE_STATIC.entry(default=False),
+    "bincount": BINCOUNT.entry(default=False),
+    "histogram": HISTOGRAM.entry(default=False),
+    "expert_histogram": EXPERT_HISTOGRAM.entry(default=False),
+    "greedy": GREEDY.entry(default=False),
+    "sample": SAMPLE.entry(default=False),
+    "rope": ROPE.entry(default=False),
+    "rope_": ROPE_.entry(default=False),
+    "append_paged_kv": APPEND.entry(default=False),
+    "rope_append_paged_kv_": ROPE_APPEND.entry(default=False),
+    "embedding": EMBEDDING.entry(default=False),
 }
 
 

@@ -1,0 +1,256 @@
+"""Norms and gated activations that quantize their result: one kernel where a provider has it.
+
+Each is the composition of the two operations, bit for bit: ``rms_norm_quantize`` is ``quantize`` of
+what ``rms_norm`` returns, rounded to the dtype of ``x`` in between, as a model's own order has it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedops.check import (
+    require_choice,
+    require_dtype,
+    require_same_device,
+    require_shape,
+)
+from fusedops.epilogue.outputs import group_scale_empty
+from fusedops.errors import ConfigError
+from fusedops.ops import activation, norm  # noqa: F401 - define the operations composed here
+from fusedops.ops.op import OPS, Op, entry
+from fusedops.ops.quantize import FORMATS
+
+__all__ = [
+    "act_and_mul_quantize",
+    "fused_add_rms_norm_quantize",
+    "layer_norm_quantize",
+    "rms_norm_quantize",
+]
+
+_DYNAMIC = ("token", "block128")
+_GIVEN = ("token", "tensor")
+
+_QUANTIZE = entry("quantize")
+_QUANTIZE_STATIC = entry("quantize_static")
+
+
+def _check_storage(
+    op: str, x: Tensor, shape: tuple[int, ...], scale: Tensor | None, dtype: str, granularity: str
+) -> None:
+    """Check how a result of ``shape`` is to be stored."""
+    require_choice(op, "dtype", dtype, tuple(FORMATS))
+    if scale is None:
+        if granularity == "tensor":
+            raise ConfigError(
+                f"{op}: granularity='tensor' needs a given scale, because a dynamic one follows "
+                "from the whole result. Pass scale, use granularity token or block128, or call "
+                "quantize() on the result."
+            )
+        require_choice(op, "granularity", granularity, _DYNAMIC)
+        return
+    require_choice(op, "granularity of a given scale", granularity, _GIVEN)
+    require_dtype(op, "scale", scale, (torch.float32,))
+    require_same_device(op, "x", x, scale=scale)
+    if granularity == "tensor":
+        require_shape(op, "scale", scale, [()], "one scale for granularity='tensor'")
+    else:
+        rows = math.prod(shape[:-1])
+        require_shape(op, "scale", scale, [(rows,), shape[:-1]], "one scale for each row of x")
+
+
+def _stored(y: Tensor, scale: Tensor | None, dtype: str, granularity: str) -> list[Tensor]:
+    if scale is not None:
+        return [_QUANTIZE_STATIC(y, scale, dtype)]
+    return list(_QUANTIZE(y, dtype, granularity))
+
+
+def _fake_stored(y: Tensor, scale: Tensor | None, dtype: str, granularity: str) -> list[Tensor]:
+    q = y.new_empty(y.shape, dtype=FORMATS[dtype].dtype)
+    if scale is not None:
+        return [q]
+    if granularity == "token":
+        return [q, y.new_empty(y.shape[:-1], dtype=torch.float32)]
+    return [q, group_scale_empty(y.shape[:-1], y.shape[-1], torch.float32, y.device)]
+
+
+def _define(plain: str, tensors: str, options: str, columns_share: int = 1) -> Callable[..., Any]:
+    """Define ``<plain>_quantize``: the arguments of ``plain``, and how its result is stored.
+
+    The results are q, the other results of ``plain``, and the scale where it is computed.
+
+    Args:
+        plain: the operation whose first result is quantized.
+        tensors: its tensors as in its schema; the scale follows them.
+        options: its other arguments; the storage follows them.
+        columns_share: columns of x for one of the result.
+    """
+    count = len(tensors.split(","))
+    name = f"{plain}_quantize"
+    run_plain = entry(plain)
+
+    def split(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Tensor | None, str, str]:
+        """The arguments of ``plain``, and how the result is stored."""
+        *front, dtype, granularity = args
+        return (*front[:count], *front[count + 1 :]), front[count], dtype, granularity
+
+    def check(*args: Any) -> None:
+        plain_args, scale, dtype, granularity = split(args)
+        OPS[plain].check(*plain_args)
+        *outer, columns = args[0].shape
+        _check_storage(name, args[0], (*outer, columns // columns_share), scale, dtype, granularity)
+
+    def compose(
+        results: Any, store: Callable[..., list[Tensor]], storage: list[Any]
+    ) -> list[Tensor]:
+        first, *others = results if isinstance(results, tuple) else (results,)
+        q, *scale = store(first, *storage)
+        return [q, *others, *scale]
+
+    def reference(*args: Any) -> list[Tensor]:
+        plain_args, *storage = split(args)
+        return compose(run_plain(*plain_args), _stored, storage)
+
+    def fake(*args: Any) -> list[Tensor]:
+        plain_args, *storage = split(args)
+        return compose(run_plain(*plain_args), _fake_stored, storage)
+
+    Op(
+        f"{name}({tensors}, Tensor? scale, {options}, str dtype, str granularity) -> Tensor[]",
+        check=check,
+        fake=fake,
+        reference=reference,
+    )
+    return entry(name)
+
+
+_RMS = "float eps, float weight_offset, bool round_before_weight"
+_OP_RMS_NORM = _define("rms_norm", "Tensor x, Tensor weight", _RMS)
+_OP_FUSED_ADD_RMS_NORM = _define(
+    "fused_add_rms_norm", "Tensor x, Tensor residual, Tensor weight", _RMS
+)
+_OP_LAYER_NORM = _define("layer_norm", "Tensor x, Tensor? weight, Tensor? bias", "float eps")
+_OP_ACT_AND_MUL = _define("act_and_mul", "Tensor x", "str act", columns_share=2)
+
+
+def _with_scale(results: list[Tensor], scale: Tensor | None) -> tuple[Tensor, ...]:
+    return tuple(results) if scale is None else (*results, scale)
+
+
+def rms_norm_quantize(
+    x: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    round_before_weight: bool = True,
+    dtype: str = "e4m3",
+    granularity: str = "token",
+    scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``quantize(rms_norm(x))``: what an 8-bit linear layer behind a norm takes.
+
+    Args:
+        x, weight, eps, weight_offset, round_before_weight: as in ``rms_norm``.
+        dtype: ``"e4m3"`` or ``"int8"``.
+        granularity: ``"token"`` or ``"block128"``; with a given scale ``"token"`` or ``"tensor"``.
+        scale: as in ``quantize``; None computes it.
+
+    Returns:
+        (q, scale), as ``quantize`` returns them.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, ConfigError: an argument is not as described.
+        UnsupportedError: an input requires grad while grad mode is on.
+    """
+    options = (eps, weight_offset, round_before_weight, dtype, granularity)
+    q, scale = _with_scale(_OP_RMS_NORM(x, weight, scale, *options), scale)
+    return q, scale
+
+
+def fused_add_rms_norm_quantize(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    round_before_weight: bool = True,
+    dtype: str = "e4m3",
+    granularity: str = "token",
+    scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``fused_add_rms_norm`` whose normalised result is quantized; the new residual is not.
+
+    Args:
+        x, residual, weight, eps, weight_offset, round_before_weight: as in ``fused_add_rms_norm``.
+        dtype, granularity, scale: as in ``rms_norm_quantize``.
+
+    Returns:
+        (q, new_residual, scale).
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, ConfigError: an argument is not as described.
+        UnsupportedError: an input requires grad while grad mode is on.
+    """
+    options = (eps, weight_offset, round_before_weight, dtype, granularity)
+    results = _OP_FUSED_ADD_RMS_NORM(x, residual, weight, scale, *options)
+    q, total, scale = _with_scale(results, scale)
+    return q, total, scale
+
+
+def layer_norm_quantize(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    dtype: str = "e4m3",
+    granularity: str = "token",
+    scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``quantize(layer_norm(x))``.
+
+    Args:
+        x, weight, bias, eps: as in ``layer_norm``.
+        dtype, granularity, scale: as in ``rms_norm_quantize``.
+
+    Returns:
+        (q, scale), as ``quantize`` returns them.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, ConfigError: an argument is not as described.
+        UnsupportedError: an input requires grad while grad mode is on.
+    """
+    results = _OP_LAYER_NORM(x, weight, bias, scale, eps, dtype, granularity)
+    q, scale = _with_scale(results, scale)
+    return q, scale
+
+
+def act_and_mul_quantize(
+    x: Tensor,
+    act: str = "silu",
+    *,
+    dtype: str = "e4m3",
+    granularity: str = "token",
+    scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``quantize(act_and_mul(x))``: what the down projection of an 8-bit MLP takes.
+
+    Args:
+        x, act: as in ``act_and_mul``.
+        dtype, granularity, scale: as in ``rms_norm_quantize``, of the (..., D) result.
+
+    Returns:
+        (q, scale), as ``quantize`` returns them.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, ConfigError: an argument is not as described.
+        UnsupportedError: x requires grad while grad mode is on.
+    """
+    q, scale = _with_scale(_OP_ACT_AND_MUL(x, scale, act, dtype, granularity), scale)
+    return q, scale

@@ -1,0 +1,189 @@
+"""``greedy`` and ``sample`` by csrc, and the k largest elements of a row.
+
+A row's maximum is a reduction. For the others a cluster holds a row in shared memory, so that it is
+read once however many passes the choice takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fusedops.check import ACTIVATION_DTYPES, describe, require_dim, require_dtype
+from fusedops.errors import ConfigError, DeviceError, UnsupportedError
+from fusedops.jit.nvrtc import CudaProgram
+from fusedops.providers.base import current_policy
+from fusedops.providers.cuda_base import NAME
+from fusedops.providers.cuda_call import CallPlan, CudaCall, most_shared_bytes
+from fusedops.providers.cuda_plan import Gpu, Launch, View, ceil_div
+from fusedops.providers.cuda_reduce import KERNEL_DTYPES, plan_reduce
+from fusedops.providers.cuda_sinks import Served
+
+__all__ = [
+    "GREEDY",
+    "MAX_TOP_K",
+    "SAMPLE",
+    "SELECT_MEMORY_BYTES",
+    "plan_greedy",
+    "plan_sample",
+    "plan_top_k",
+    "top_k",
+]
+
+MAX_TOP_K = 1024
+"""The most elements of a row that ``top_k`` sorts."""
+
+SELECT_MEMORY_BYTES = 45456
+"""``sizeof(SelectMemory)`` of csrc/include/row_select.cuh."""
+
+_SOURCE = "sampling.cu"
+_THREADS = 512
+_CLUSTER_BLOCKS = 8
+_LEAST_SHARED_LENGTH = 8192
+"""Rows from this length on are worth a cluster."""
+
+_ROW_GAMMA = 0xD1B54A32D192ED03 - (1 << 64)
+"""Distance of the seeds of neighbouring rows under one shared seed, as int64."""
+
+_LARGEST_GRID = 2**31 - 1
+
+_SAMPLE_PARAMETERS = (*["pointer"] * 6, "int32", "int32", *["int64"] * 7)
+_TOP_K_PARAMETERS = (*["pointer"] * 3, "int32", "int32", "int32", "int64", "int64")
+
+
+def plan_greedy(views: Sequence[View], gpu: Gpu) -> CallPlan:
+    """The position of each row's maximum."""
+    (logits,) = views
+    plan = plan_reduce(logits, gpu, "argmax", (1,), False)
+    # Both plans count the input, the result and the memory between launches alike.
+    return CallPlan(((plan.shape, plan.dtype),), plan.launches, plan.work_bytes)
+
+
+def _row_launch(
+    name: str,
+    x: View,
+    gpu: Gpu,
+    parameters: tuple[str, ...],
+    tensors: tuple[int, ...],
+    constants: tuple[int, ...],
+) -> Launch:
+    """A cluster a row; the kernel takes the length of rows and of pieces before the constants."""
+    rows, length = x.shape
+    blocks = _CLUSTER_BLOCKS if gpu.has_clusters and length >= _LEAST_SHARED_LENGTH else 1
+    # Pieces begin at a multiple of 16 bytes where rows do.
+    chunk = ceil_div(ceil_div(length, blocks), 16) * 16
+    # Up to three elements in front, so that vectors stay aligned.
+    shared_bytes = SELECT_MEMORY_BYTES + (chunk + 4) * 4
+    most = most_shared_bytes(gpu)
+    if shared_bytes > most:
+        held = (most - SELECT_MEMORY_BYTES) // 4 // 16 * 16 - 16
+        limit = held * (_CLUSTER_BLOCKS if gpu.has_clusters else 1)
+        raise UnsupportedError(
+            f"holds a row in shared memory, up to {limit} elements on {gpu.arch}; got {length}"
+        )
+    if rows * blocks > _LARGEST_GRID:
+        raise UnsupportedError(f"takes up to {_LARGEST_GRID // blocks} rows, got {rows}")
+    kernel = f"fusedops::{name}<{KERNEL_DTYPES[x.dtype]}, {blocks}>"
+    return Launch(
+        CudaProgram(_SOURCE, (kernel,)),
+        kernel,
+        parameters,
+        tensors,
+        (length, chunk, *constants),
+        (rows * blocks, 1),
+        threads=_THREADS,
+        shared_bytes=shared_bytes,
+        cluster=blocks,
+    )
+
+
+def plan_sample(views: Sequence[View | None], gpu: Gpu) -> CallPlan:
+    """How a token a row is drawn.
+
+    Raises:
+        UnsupportedError: a row does not fit into the shared memory of a cluster.
+    """
+    logits, temperature, seed, top_k, top_p = views
+    if logits is None or temperature is None or seed is None:
+        raise UnsupportedError("needs logits, temperatures and seeds")
+    rows = logits.shape[0]
+    results = (((rows,), torch.int64),)
+    if rows == 0:
+        return CallPlan(results)
+    is_shared = seed.shape[0] != rows
+    launch = _row_launch(
+        "sample",
+        logits,
+        gpu,
+        _SAMPLE_PARAMETERS,
+        (0, 1, 2, 3, 4, 5),
+        (
+            *logits.strides,
+            temperature.strides[0],
+            0 if is_shared else seed.strides[0],
+            _ROW_GAMMA if is_shared else 0,
+            0 if top_k is None else top_k.strides[0],
+            0 if top_p is None else top_p.strides[0],
+        ),
+    )
+    return CallPlan(results, (launch,))
+
+
+def plan_top_k(views: Sequence[View], gpu: Gpu, k: int) -> CallPlan:
+    """How the ``k`` largest of each row are found; see ``plan_sample``."""
+    (x,) = views
+    rows = x.shape[0]
+    results = (((rows, k), x.dtype), ((rows, k), torch.int64))
+    if rows == 0:
+        return CallPlan(results)
+    launch = _row_launch("top_k", x, gpu, _TOP_K_PARAMETERS, (0, 1, 2), (k, *x.strides))
+    return CallPlan(results, (launch,))
+
+
+GREEDY = Served(
+    CudaCall(plan_greedy), lambda logits: ((logits,), ()), lambda results, _: results[0]
+)
+"""``fusedops::greedy``."""
+
+SAMPLE = Served(CudaCall(plan_sample), lambda *args: (args, ()), lambda results, _: results[0])
+"""``fusedops::sample``.
+
+The weights that top-p adds up are exact integers here, while a softmax rounds their sum first: the
+last token within may be another one where the sum meets ``top_p`` to about 1e-6.
+"""
+
+_TOP_K = CudaCall(plan_top_k)
+
+
+def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The ``k`` largest elements of each row in descending order, on torch's current stream.
+
+    A NaN counts as the largest, 0.0 equals -0.0, and the lower index goes first at a tie.
+
+    Args:
+        x: (rows, n) on a CUDA device, any strides; float32, bfloat16 or float16.
+        k: 1 to the smaller of n and ``MAX_TOP_K``.
+
+    Returns:
+        values of the dtype of ``x`` and int64 indices, both (rows, k).
+
+    Raises:
+        DTypeError, ShapeError, DeviceError, ConfigError: an argument is not as described.
+        UnsupportedError: a row does not fit into the shared memory of a cluster.
+    """
+    require_dtype("top_k", "x", x, ACTIVATION_DTYPES)
+    require_dim("top_k", "x", x, 2, exactly=True)
+    if not 1 <= k <= min(x.shape[1], MAX_TOP_K):
+        raise ConfigError(
+            f"top_k: k is {k} and x is {describe(x)}; accepted are 1 to the length of a row, and "
+            f"no more than {MAX_TOP_K}."
+        )
+    if not x.is_cuda:
+        raise DeviceError(f"top_k: x is {describe(x)}; accepted are CUDA tensors.")
+    usage = current_policy().usage
+    if usage is not None:
+        usage.calls["top_k", NAME] += 1
+    values, indices = _TOP_K.run((x,), k)
+    return values, indices

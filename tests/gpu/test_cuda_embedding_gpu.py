@@ -1,0 +1,98 @@
+"""The embedding kernel: the rows of the table, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from cuda_call_cases import captured, results_in_poisoned_memory
+from cuda_cases import assert_same_bits, pinned
+from torch import Tensor
+
+from fusedops.check import ACTIVATION_DTYPES
+from fusedops.ops.embedding import embedding
+from fusedops.providers import cuda_embedding
+
+COVERS = (
+    "csrc/include",
+    "fusedops/jit/bound.py",
+    "fusedops/jit/launch.py",
+    "fusedops/ops/op.py",
+    "fusedops/providers/cuda*.py",
+    "tests/gpu/cuda_cases.py",
+    "tests/gpu/cuda_call_cases.py",
+    "csrc/embedding.cu",
+    "fusedops/ops/embedding.py",
+)
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def pinned_provider() -> Iterator[None]:
+    with pinned("embedding"):
+        yield
+
+
+def table(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(rows, columns, device="cuda").to(dtype)
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("dtype", ACTIVATION_DTYPES, ids=str)
+def test_rows_are_those_of_the_table(dtype: torch.dtype, index: torch.dtype) -> None:
+    for columns in (1, 3, 8, 100, 1024, 4096, 5000, 16_384):
+        wide = table(50, columns + 1, dtype)
+        ids = torch.randint(0, 50, (6, 8, 3), device="cuda").to(index)
+        weights = [wide[:, :columns], wide[:, 1:], wide[:, :columns].contiguous()]
+        weights.append(wide.t().contiguous().t()[:, :columns])
+        weights.append(wide[::3, :columns])
+        for weight in weights:
+            for some in (ids, ids[:, ::2], ids.permute(2, 0, 1), ids[0, 0, 0], ids[:0]):
+                some = some % weight.shape[0]
+                got = embedding(some, weight)
+                assert_same_bits(got, weight[some.long()].contiguous())
+                if some.numel():
+                    call = cuda_embedding.EMBEDDING.call
+                    (again,) = results_in_poisoned_memory(call, (some, weight))
+                    assert_same_bits(again, got)
+
+
+def test_an_id_outside_gives_zeros_and_reads_nothing() -> None:
+    for columns in (7, 4096):
+        weight = table(9, columns, torch.bfloat16)
+        ids = torch.tensor([-1, 9, 4, 2**40, -(2**62)], device="cuda")
+        got = embedding(ids, weight)
+        assert got[[0, 1, 3, 4]].eq(0).all()
+        assert torch.equal(got[2], weight[4])
+
+
+def test_captured_calls_replay_and_dependent_ones_wait() -> None:
+    weight = table(1000, 4096, torch.bfloat16)
+    ids = torch.randint(0, 1000, (64,), device="cuda")
+    graph, result = captured(lambda: embedding(ids * 1, weight))
+    for _ in range(3):
+        ids.random_(0, 1000)
+        graph.replay()
+        assert torch.equal(result, weight[ids])
+
+
+def test_it_works_under_torch_compile() -> None:
+    weight = table(100, 256, torch.bfloat16)
+    ids = torch.randint(0, 100, (7,), device="cuda")
+    compiled = torch.compile(lambda i: embedding(i, weight) * 2, fullgraph=True)
+    assert torch.equal(compiled(ids), weight[ids] * 2)
+
+
+@pytest.mark.gpu_large
+def test_b01_more_than_2_to_31_elements() -> None:
+    weight = torch.zeros(2**19 + 8, 4096, dtype=torch.bfloat16, device="cuda")
+    weight[-1] = 3.0
+    ids = torch.full((2**19 + 5,), weight.shape[0] - 1, device="cuda")
+    ids[7] = 0
+    got = embedding(ids, weight)
+    assert got.numel() > 2**31
+    assert got[-1].eq(3).all()
+    assert got[7].eq(0).all()
+    assert got.amin(1).eq(0).sum() == 1

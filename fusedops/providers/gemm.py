@@ -16,7 +16,7 @@ from fusedops.problem import GemmProblem, GemmSpec
 from fusedops.prologue import NO_PROLOGUE
 from fusedops.providers.base import SUPPORTED, Support, not_applicable, unsupported
 from fusedops.providers.epilogue_torch import finish
-from fusedops.weight import Dense, float_product
+from fusedops.weight import Dense, float_product, in_blocks
 
 __all__ = [
     "GEMM_PROVIDERS",
@@ -102,7 +102,7 @@ def _direct_form(problem: GemmProblem) -> DirectForm | None:
     n = spec.n
     match spec.epilogue.nodes:
         case ():
-            if problem.x_dtype == torch.float32:
+            if problem.x_dtype == torch.float32 and in_blocks(problem.m, n):
                 return "float32 product", lambda x, w, _: float_product(x, w)
             return "torch.mm", lambda x, w, _: torch.mm(x, w.t())
         case (Bias(),):

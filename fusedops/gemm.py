@@ -219,8 +219,9 @@ def gemm(
 
     Args:
         x: activations (..., K), K contiguous; float32, bf16, fp16, e4m3 or int8.
-        w: weight (N, K) as nn.Linear stores it, in x's dtype; never the result of a kernel just
-            before this call: it is read before that one has ended.
+        w: weight (N, K) as nn.Linear stores it, in x's dtype. Neither it nor a prologue's
+            ``norm_weight`` may be the result of a kernel just before this call: they are read
+            before that one has ended.
         epilogue: a chain or its text, e.g. ``"bias|act(silu)"``; see ``fusedops.epilogue``.
         operands: what the chain reads, by name or in the chain's order.
         out_dtype: float32, bf16, fp16, or e4m3 or int8, to which the result saturates; default:

@@ -206,7 +206,7 @@ def test_the_kernels_serve_those_who_pin_them(op: str, monkeypatch: pytest.Monke
     class CudaTensor(torch.Tensor):
         is_cuda = True  # type: ignore[assignment]
 
-    monkeypatch.setattr("fusedops.providers.cuda_call._machine_refusal", lambda device: None)
+    monkeypatch.setattr("fusedops.providers.cuda_call.machine_refusal", lambda device: None)
     monkeypatch.setattr("fusedops.providers.cuda_call.gpu_of", lambda device: H200)
     x = torch.zeros(8, dtype=torch.float32 if op == "histogram" else torch.int64)
     arguments = (x.as_subclass(CudaTensor), 4, *([[0.0, 1.0]] if op == "histogram" else []))

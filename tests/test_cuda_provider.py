@@ -111,9 +111,9 @@ def plan(view: View, gpu: Gpu, *options: Any) -> Plan:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     found = Recorder()
-    monkeypatch.setattr(cuda_base, "_bind", found.bind)
+    monkeypatch.setattr(cuda_base, "bind_launch", found.bind)
     monkeypatch.setattr(cuda_base, "gpu_of", lambda device: Gpu("sm_90a", 132))
-    monkeypatch.setattr(cuda_base, "_current_device", lambda: 0)
+    monkeypatch.setattr(cuda_base, "current_device", lambda: 0)
     return found
 
 
@@ -149,7 +149,7 @@ def test_each_thread_has_launches_of_its_own(recorder: Recorder) -> None:
 
 
 def test_plans_do_not_pile_up_for_ever(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_base, "_ENTRY_LIMIT", 4)
+    monkeypatch.setattr(cuda_base, "ENTRY_LIMIT", 4)
     op = CudaOp(plan)
     for size in range(1, 12):
         op.run(on_gpu(torch.zeros(size)))
@@ -171,9 +171,9 @@ def test_the_answer_names_what_the_machine_or_the_plan_lacks(
     def ask(op: CudaOp, x: torch.Tensor) -> tuple[bool, str]:
         tensor = x.as_subclass(CudaTensor)
         tensor.index = 0
-        cuda_base._machine_refusal.cache_clear()
+        cuda_base.machine_refusal.cache_clear()
         answer = op.supports(tensor)
-        cuda_base._machine_refusal.cache_clear()
+        cuda_base.machine_refusal.cache_clear()
         return answer.ok, answer.reason
 
     def refuse(view: View, gpu: Gpu) -> Plan:

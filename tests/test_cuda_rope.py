@@ -150,7 +150,7 @@ def test_the_operations_have_the_kernel_for_those_who_pin_it(
     class CudaTensor(torch.Tensor):
         is_cuda = True  # type: ignore[assignment]
 
-    monkeypatch.setattr("fusedops.providers.cuda_call._machine_refusal", lambda device: None)
+    monkeypatch.setattr("fusedops.providers.cuda_call.machine_refusal", lambda device: None)
     monkeypatch.setattr("fusedops.providers.cuda_call.gpu_of", lambda device: H200)
     q = torch.zeros(2, 4, 8).as_subclass(CudaTensor)
     cache = torch.zeros(3, 4, 4, 8)

@@ -372,7 +372,7 @@ def test_kernels_that_were_not_measured_serve_only_who_pins_them(
     op: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fusedops.providers.cuda_call.gpu_of", lambda device: H200)
-    monkeypatch.setattr("fusedops.providers.cuda_call._machine_refusal", lambda device: None)
+    monkeypatch.setattr("fusedops.providers.cuda_call.machine_refusal", lambda device: None)
     args = calls()[op]
     answer = OPS[op].answers(*args)["cuda"]
     assert (answer.ok, answer.applicable) == (False, False)
@@ -396,10 +396,10 @@ def test_results_have_the_shapes_that_the_operations_promise(
     def bind(launch: Any, device: int) -> Callable[..., None]:
         return lambda *addresses: launched.append(launch.kernel)
 
-    monkeypatch.setattr("fusedops.providers.cuda_call._bind", bind)
+    monkeypatch.setattr("fusedops.providers.cuda_call.bind_launch", bind)
     monkeypatch.setattr("fusedops.providers.cuda_call.gpu_of", lambda device: H200)
-    monkeypatch.setattr("fusedops.providers.cuda_call._current_device", lambda: None)
-    monkeypatch.setattr("fusedops.providers.cuda_call._machine_refusal", lambda device: None)
+    monkeypatch.setattr("fusedops.providers.cuda_call.current_device", lambda: None)
+    monkeypatch.setattr("fusedops.providers.cuda_call.machine_refusal", lambda device: None)
     for op, args in calls().items():
         plain = tuple(a.as_subclass(torch.Tensor) if torch.is_tensor(a) else a for a in args)
         with use_provider("reference"):

@@ -13,6 +13,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cache
+
+import torch
 
 from fusedops.check import require_bool
 from fusedops.errors import ConfigError, UnsupportedError
@@ -25,6 +28,7 @@ __all__ = [
     "Usage",
     "choose",
     "current_policy",
+    "elsewhere",
     "not_applicable",
     "unpinned",
     "unsupported",
@@ -62,6 +66,12 @@ def unsupported(reason: str) -> Support:
 def not_applicable(reason: str) -> Support:
     """The answer of a provider that was never meant for such a request (another device)."""
     return Support(False, reason, applicable=False)
+
+
+@cache
+def elsewhere(device: torch.device) -> Support:
+    """The answer of a provider of CUDA kernels to a call on another kind of device."""
+    return not_applicable(f"runs on CUDA tensors, got one on {device}")
 
 
 @dataclass

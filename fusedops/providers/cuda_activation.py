@@ -8,11 +8,17 @@ from typing import Any
 from torch import Tensor
 
 from fusedops.errors import UnsupportedError
-from fusedops.jit.nvrtc import CudaProgram
 from fusedops.providers.cuda_call import CallPlan, CudaCall
-from fusedops.providers.cuda_plan import DIMS_PARAMETERS, Gpu, Launch, View, dims_constants
+from fusedops.providers.cuda_plan import DIMS_PARAMETERS, Gpu, View, dims_constants
 from fusedops.providers.cuda_rows import KERNEL_FLOATS, access_width, row_layout, rows_of
-from fusedops.providers.cuda_sinks import ABSENT, Served, given_stride, quantized_result, sink_of
+from fusedops.providers.cuda_sinks import (
+    ABSENT,
+    Served,
+    first_result,
+    given_stride,
+    quantized_results,
+    sink_of,
+)
 
 __all__ = ["ACT_AND_MUL", "ACT_AND_MUL_QUANTIZE", "KERNEL_ACTIVATIONS", "plan_act_and_mul"]
 
@@ -91,16 +97,8 @@ def plan_act_and_mul(
     )
     if rows.count == 0 or (columns == 0 and scales == _ABSENT):
         return CallPlan(results)
-    launch = Launch(
-        CudaProgram(_SOURCE, (kernel,)),
-        kernel,
-        _PARAMETERS,
-        (_X, _GIVEN, _RESULTS, scales),
-        constants,
-        (layout.blocks(grid_rows), 1),
-        threads=layout.threads,
-        cluster=layout.cluster,
-    )
+    tensors = (_X, _GIVEN, _RESULTS, scales)
+    launch = layout.launch(_SOURCE, kernel, _PARAMETERS, tensors, constants, grid_rows)
     return CallPlan(results, (launch,))
 
 
@@ -119,13 +117,5 @@ def _act_and_mul_quantize(
     return (x, scale, ABSENT), (act, dtype, granularity)
 
 
-def _one(results: Sequence[Tensor], options: tuple[Any, ...]) -> Tensor:
-    return results[0]
-
-
-def _quantized(results: Sequence[Tensor], options: tuple[Any, ...]) -> list[Tensor]:
-    return quantized_result(results, sink_of(*options[-2:], len(results) == 1))
-
-
-ACT_AND_MUL = Served(_CALL, _act_and_mul, _one)
-ACT_AND_MUL_QUANTIZE = Served(_CALL, _act_and_mul_quantize, _quantized)
+ACT_AND_MUL = Served(_CALL, _act_and_mul, first_result)
+ACT_AND_MUL_QUANTIZE = Served(_CALL, _act_and_mul_quantize, quantized_results)

@@ -17,15 +17,26 @@ from fusedops.jit.bound import BoundLaunch
 from fusedops.jit.launch import cuda_module, device_arch
 from fusedops.jit.location import OVERLAY_VARIABLE
 from fusedops.jit.nvrtc import CudaProgram, program_key
-from fusedops.providers.base import SUPPORTED, Support, not_applicable, unsupported
+from fusedops.providers.base import SUPPORTED, Support, elsewhere, unsupported
 from fusedops.providers.cuda_plan import MAX_DIMS, OUT, VECTOR_BYTES, Gpu, Launch, Plan, View, X
 
-__all__ = ["NAME", "CudaOp", "gpu_of", "view_of"]
+__all__ = [
+    "ENTRY_LIMIT",
+    "NAME",
+    "CudaOp",
+    "bind_launch",
+    "current_device",
+    "gpu_of",
+    "machine_refusal",
+    "planned_answer",
+    "view_of",
+]
 
 NAME = "cuda"
 
 _OLDEST = (8, 0)
-_ENTRY_LIMIT = 4096
+ENTRY_LIMIT = 4096
+"""Signatures that an operation remembers before it forgets them all."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +88,8 @@ class CudaOp:
     def supports(self, x: Tensor, *options: Any) -> Support:
         """Whether the kernels serve a call; options are the operation's, lists as tuples."""
         if not x.is_cuda:
-            return _elsewhere(x.device)
-        refusal = _machine_refusal(x.get_device())
+            return elsewhere(x.device)
+        refusal = machine_refusal(x.get_device())
         if refusal is not None:
             return refusal
         # Fewer dimensions need no joining, so every such call has a plan.
@@ -86,17 +97,9 @@ class CudaOp:
 
     def _plan_answer(self, x: Tensor, options: tuple[Any, ...]) -> Support:
         key = (x.shape, x.stride(), x.dtype, x.get_device(), options)
-        answer = self._answers.get(key)
-        if answer is None:
-            answer = SUPPORTED
-            try:
-                self._plan(view_of(x), gpu_of(x.get_device()), *options)
-            except UnsupportedError as error:
-                answer = unsupported(str(error))
-            if len(self._answers) >= _ENTRY_LIMIT:
-                self._answers.clear()
-            self._answers[key] = answer
-        return answer
+        return planned_answer(
+            self._answers, key, lambda: self._plan(view_of(x), gpu_of(x.get_device()), *options)
+        )
 
     def run(self, x: Tensor, *options: Any) -> Tensor:
         """Compute the result on torch's current stream of the device of ``x``.
@@ -111,7 +114,7 @@ class CudaOp:
         key = (x.shape, x.stride(), x.dtype, index, address % VECTOR_BYTES, options)
         entry = self._entries.of.get(key) or self._prepare(key, x, options)
         out = entry.empty()
-        if index == _current_device():
+        if index == current_device():
             entry.launch(address, out.data_ptr())
         else:
             with torch.cuda.device(index):
@@ -121,7 +124,7 @@ class CudaOp:
     def _prepare(self, key: Hashable, x: Tensor, options: tuple[Any, ...]) -> _Entry:
         index = x.get_device()
         plan = self._plan(view_of(x), gpu_of(index), *options)
-        launches = tuple((_bind(launch, index), launch.tensors) for launch in plan.launches)
+        launches = tuple((bind_launch(launch, index), launch.tensors) for launch in plan.launches)
         is_direct = len(launches) == 1 and launches[0][1] == (X, OUT)
         entry = _Entry(
             functools.partial(torch.empty, plan.shape, dtype=plan.dtype, device=x.device),
@@ -129,14 +132,31 @@ class CudaOp:
             launches,
             functools.partial(torch.empty, plan.work_bytes, dtype=torch.uint8, device=x.device),
         )
-        if len(self._entries.of) >= _ENTRY_LIMIT:
+        if len(self._entries.of) >= ENTRY_LIMIT:
             self._entries.of.clear()
         self._entries.of[key] = entry
         return entry
 
 
 # torch.cuda.current_device() first asks whether CUDA is initialised, which a CUDA tensor shows.
-_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
+
+def planned_answer(
+    answers: dict[Hashable, Support], key: Hashable, plan: Callable[[], object]
+) -> Support:
+    """Whether ``plan`` finds a way for a call, asked once a key."""
+    answer = answers.get(key)
+    if answer is None:
+        answer = SUPPORTED
+        try:
+            plan()
+        except UnsupportedError as error:
+            answer = unsupported(str(error))
+        if len(answers) >= ENTRY_LIMIT:
+            answers.clear()
+        answers[key] = answer
+    return answer
 
 
 def view_of(x: Tensor) -> View:
@@ -152,7 +172,8 @@ def gpu_of(device: int) -> Gpu:
     return Gpu(device_arch(device), torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _bind(launch: Launch, device: int) -> BoundLaunch:
+def bind_launch(launch: Launch, device: int) -> BoundLaunch:
+    """A plan's launch with its kernel loaded on a device, ready but for addresses."""
     module = cuda_module(launch.program, device_arch(device))
     # The attribute costs nothing where no kernel is ahead, and every kernel of csrc waits before it
     # touches memory.
@@ -168,12 +189,7 @@ def _bind(launch: Launch, device: int) -> BoundLaunch:
 
 
 @functools.cache
-def _elsewhere(device: torch.device) -> Support:
-    return not_applicable(f"runs on CUDA tensors, got one on {device}")
-
-
-@functools.cache
-def _machine_refusal(device: int) -> Support | None:
+def machine_refusal(device: int) -> Support | None:
     """Why no kernel of csrc can run on a device, or None. Looked up once a process."""
     capability = torch.cuda.get_device_capability(device)
     if capability < _OLDEST:

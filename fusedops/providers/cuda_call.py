@@ -16,20 +16,19 @@ from torch import Tensor
 
 from fusedops.errors import UnsupportedError
 from fusedops.jit.bound import BoundLaunch
-from fusedops.providers.base import SUPPORTED, Support, not_applicable, unsupported
+from fusedops.providers.base import Support, elsewhere, not_applicable
 from fusedops.providers.cuda_base import (
-    _bind,
-    _current_device,
-    _elsewhere,
-    _machine_refusal,
+    ENTRY_LIMIT,
+    bind_launch,
+    current_device,
     gpu_of,
+    machine_refusal,
+    planned_answer,
     view_of,
 )
 from fusedops.providers.cuda_plan import VECTOR_BYTES, Gpu, Launch
 
 __all__ = ["CallPlan", "CudaCall", "float64_bits", "most_shared_bytes"]
-
-_ENTRY_LIMIT = 4096
 
 _SHARED_BYTES = {80: 160 << 10, 86: 96 << 10, 89: 96 << 10, 120: 96 << 10}
 _MOST_SHARED_BYTES = 224 << 10
@@ -99,23 +98,15 @@ class CudaCall:
         """Whether the kernels serve a call; the first tensor is always there."""
         first = tensors[0]
         if first is None or not first.is_cuda:
-            return not_applicable("got no tensor") if first is None else _elsewhere(first.device)
+            return not_applicable("got no tensor") if first is None else elsewhere(first.device)
         index = first.get_device()
-        refusal = _machine_refusal(index)
+        refusal = machine_refusal(index)
         if refusal is not None:
             return refusal
         key = (_signature(tensors), index, options)
-        answer = self._answers.get(key)
-        if answer is None:
-            answer = SUPPORTED
-            try:
-                self._plan(_views(tensors), gpu_of(index), *options)
-            except UnsupportedError as error:
-                answer = unsupported(str(error))
-            if len(self._answers) >= _ENTRY_LIMIT:
-                self._answers.clear()
-            self._answers[key] = answer
-        return answer
+        return planned_answer(
+            self._answers, key, lambda: self._plan(_views(tensors), gpu_of(index), *options)
+        )
 
     def run(self, tensors: Sequence[Tensor | None], *options: Hashable) -> tuple[Tensor, ...]:
         """Compute the results on torch's current stream of the device of the first tensor.
@@ -126,7 +117,7 @@ class CudaCall:
         entry, addresses = self.prepared(tensors, options)
         results = entry.results()
         addresses += [result.data_ptr() for result in results]
-        if entry.device.index == _current_device():
+        if entry.device.index == current_device():
             entry.launch(addresses)
         else:
             with torch.cuda.device(entry.device):
@@ -147,9 +138,11 @@ class CudaCall:
         if entry is None:
             plan = self._plan(_views(tensors), gpu_of(first.get_device()), *options)
             index = first.get_device()
-            launches = tuple((_bind(launch, index), launch.tensors) for launch in plan.launches)
+            launches = tuple(
+                (bind_launch(launch, index), launch.tensors) for launch in plan.launches
+            )
             entry = _Entry(plan, first.device, launches)
-            if len(self._entries.of) >= _ENTRY_LIMIT:
+            if len(self._entries.of) >= ENTRY_LIMIT:
                 self._entries.of.clear()
             self._entries.of[key] = entry
         return entry, addresses

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusedops.errors import UnsupportedError
-from fusedops.jit.nvrtc import CudaProgram
 from fusedops.providers.cuda_call import CallPlan, CudaCall
-from fusedops.providers.cuda_plan import DIMS_PARAMETERS, Gpu, Launch, View, dims_constants
+from fusedops.providers.cuda_plan import DIMS_PARAMETERS, Gpu, View, dims_constants
 from fusedops.providers.cuda_rows import KERNEL_FLOATS, access_width, row_layout, rows_of
 from fusedops.providers.cuda_sinks import (
     ABSENT,
     Served,
+    first_result,
     float32_bits,
     given_stride,
-    quantized_result,
+    quantized_results,
     sink_of,
 )
 
@@ -142,16 +143,8 @@ def plan_norm(
     )
     if rows.count == 0 or (rows.columns == 0 and scales == _ABSENT):
         return CallPlan(results)
-    launch = Launch(
-        CudaProgram(_SOURCE, (kernel,)),
-        kernel,
-        _PARAMETERS,
-        (_X, _RESIDUAL, _WEIGHT, _BIAS, _GIVEN, out, total, scales),
-        constants,
-        (layout.blocks(grid_rows), 1),
-        threads=layout.threads,
-        cluster=layout.cluster,
-    )
+    tensors = (_X, _RESIDUAL, _WEIGHT, _BIAS, _GIVEN, out, total, scales)
+    launch = layout.launch(_SOURCE, kernel, _PARAMETERS, tensors, constants, grid_rows)
     return CallPlan(results, (launch,))
 
 
@@ -183,17 +176,16 @@ def _rms_norm_quantize(
 
 
 def _fused_add(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float, rounds: bool
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    rounds: bool,
+    in_place: bool = False,
 ) -> tuple[Tensors, Options]:
     tensors = (x, residual, weight, None, None, ABSENT)
-    return tensors, (eps, offset, rounds, False, False, None, None)
-
-
-def _fused_add_(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float, rounds: bool
-) -> tuple[Tensors, Options]:
-    tensors = (x, residual, weight, None, None, ABSENT)
-    return tensors, (eps, offset, rounds, False, True, None, None)
+    return tensors, (eps, offset, rounds, False, in_place, None, None)
 
 
 def _fused_add_quantize(
@@ -230,10 +222,6 @@ def _layer_norm_quantize(
     return tensors, (eps, 0.0, False, True, False, dtype, granularity)
 
 
-def _one(results: Sequence[Tensor], options: Options) -> Tensor:
-    return results[0]
-
-
 def _two(results: Sequence[Tensor], options: Options) -> tuple[Tensor, Tensor]:
     return results[0], results[1]
 
@@ -242,20 +230,16 @@ def _none(results: Sequence[Tensor], options: Options) -> None:
     return None
 
 
-def _quantized(results: Sequence[Tensor], options: Options) -> list[Tensor]:
-    return quantized_result(results, sink_of(*options[-2:], len(results) == 1))
-
-
 def _quantized_with_sum(results: Sequence[Tensor], options: Options) -> list[Tensor]:
     *stored, total = results
-    q, *scale = _quantized(stored, options)
+    q, *scale = quantized_results(stored, options)
     return [q, total, *scale]
 
 
-RMS_NORM = Served(_NORM, _rms_norm, _one)
-RMS_NORM_QUANTIZE = Served(_NORM, _rms_norm_quantize, _quantized)
+RMS_NORM = Served(_NORM, _rms_norm, first_result)
+RMS_NORM_QUANTIZE = Served(_NORM, _rms_norm_quantize, quantized_results)
 FUSED_ADD_RMS_NORM = Served(_NORM, _fused_add, _two)
-FUSED_ADD_RMS_NORM_ = Served(_NORM, _fused_add_, _none)
+FUSED_ADD_RMS_NORM_ = Served(_NORM, partial(_fused_add, in_place=True), _none)
 FUSED_ADD_RMS_NORM_QUANTIZE = Served(_NORM, _fused_add_quantize, _quantized_with_sum)
-LAYER_NORM = Served(_NORM, _layer_norm, _one)
-LAYER_NORM_QUANTIZE = Served(_NORM, _layer_norm_quantize, _quantized)
+LAYER_NORM = Served(_NORM, _layer_norm, first_result)
+LAYER_NORM_QUANTIZE = Served(_NORM, _layer_norm_quantize, quantized_results)

@@ -27,6 +27,7 @@ from fusedops.providers.cuda_sinks import (
     ABSENT,
     FORMATS,
     Served,
+    first_result,
     given_stride,
     quantized_result,
     sink_of,
@@ -102,16 +103,8 @@ def plan_quantize(
     )
     if rows.count == 0 or (rows.columns == 0 and scales == _ABSENT):
         return CallPlan(results)
-    launch = Launch(
-        CudaProgram(_SOURCE, (kernel,)),
-        kernel,
-        _ROWS_PARAMETERS,
-        (_X, _GIVEN, _RESULTS, scales),
-        constants,
-        (layout.blocks(grid_rows), 1),
-        threads=layout.threads,
-        cluster=layout.cluster,
-    )
+    tensors = (_X, _GIVEN, _RESULTS, scales)
+    launch = layout.launch(_SOURCE, kernel, _ROWS_PARAMETERS, tensors, constants, grid_rows)
     return CallPlan(results, (launch,))
 
 
@@ -172,9 +165,5 @@ def _two(results: Sequence[Tensor], options: tuple[Any, ...]) -> tuple[Tensor, T
     return q, scale
 
 
-def _one(results: Sequence[Tensor], options: tuple[Any, ...]) -> Tensor:
-    return results[0]
-
-
 QUANTIZE = Served(_CALL, _quantize, _two)
-QUANTIZE_STATIC = Served(_CALL, _quantize_static, _one)
+QUANTIZE_STATIC = Served(_CALL, _quantize_static, first_result)

@@ -14,10 +14,12 @@ import torch
 
 from fusedops.epilogue.outputs import GROUP
 from fusedops.errors import UnsupportedError
+from fusedops.jit.nvrtc import CudaProgram
 from fusedops.providers.cuda_plan import (
     VECTOR_BYTES,
     Axis,
     Gpu,
+    Launch,
     View,
     ceil_div,
     coalesce,
@@ -166,6 +168,27 @@ class RowLayout:
         if count > _LARGEST_GRID:
             raise UnsupportedError(f"takes up to {_LARGEST_GRID} blocks of threads, got {count}")
         return count
+
+    def launch(
+        self,
+        source: str,
+        kernel: str,
+        parameters: tuple[str, ...],
+        tensors: tuple[int, ...],
+        constants: tuple[int, ...],
+        rows: int,
+    ) -> Launch:
+        """The launch of a kernel of ``source`` on the blocks that a number of rows takes."""
+        return Launch(
+            CudaProgram(source, (kernel,)),
+            kernel,
+            parameters,
+            tensors,
+            constants,
+            (self.blocks(rows), 1),
+            threads=self.threads,
+            cluster=self.cluster,
+        )
 
 
 def row_layout(

@@ -30,9 +30,11 @@ __all__ = [
     "PLAIN",
     "Served",
     "Sink",
+    "first_result",
     "float32_bits",
     "given_stride",
     "quantized_result",
+    "quantized_results",
     "sink_of",
 ]
 
@@ -125,6 +127,16 @@ def quantized_result(results: Sequence[Tensor], sink: Sink) -> list[Tensor]:
         return list(results)
     values, scales = results
     return [values, scales[:, : math.prod(values.shape[:-1])]]
+
+
+def first_result(results: Sequence[Tensor], options: tuple[Any, ...]) -> Tensor:
+    """``Served.wrap`` of an operation with one result."""
+    return results[0]
+
+
+def quantized_results(results: Sequence[Tensor], options: tuple[Any, ...]) -> list[Tensor]:
+    """``Served.wrap`` of one that quantizes; its options end with dtype and granularity."""
+    return quantized_result(results, sink_of(*options[-2:], len(results) == 1))
 
 
 @functools.cache

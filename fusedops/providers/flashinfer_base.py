@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fusedops.check import describe
 from fusedops.errors import BuildError, KernelMissingError
-from fusedops.providers.base import Support, current_policy, not_applicable, unsupported
+from fusedops.providers.base import Support, current_policy, elsewhere, unsupported
 
 __all__ = [
     "NAME",
@@ -92,12 +92,7 @@ def is_pinned() -> bool:
 
 def off_cuda(tensor: Tensor) -> Support | None:
     """Not applicable away from CUDA: the first question, so that CPU calls cost nothing."""
-    return None if is_cuda(tensor) else _elsewhere(tensor.device)
-
-
-@functools.cache
-def _elsewhere(device: torch.device) -> Support:
-    return not_applicable(f"runs on CUDA tensors, got one on {device}")
+    return None if is_cuda(tensor) else elsewhere(tensor.device)
 
 
 def wrong_dtype(name: str, tensor: Tensor) -> Support | None:

@@ -38,16 +38,3 @@ def on_cpu(function: Callable[..., object], *args: object, **options: object) ->
 
     with use_provider("reference"):
         return function(*map(moved, args), **{key: moved(v) for key, v in options.items()})
-
-
-def captured(call: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, object]:
-    """A graph of a call that has run before, and the result that its replays write."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = call()
-    return graph, result

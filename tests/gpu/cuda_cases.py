@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,8 +64,8 @@ def into_poisoned_memory(op: CudaOp, x: Tensor, *options: object) -> Tensor:
     return inside.clone().view(shaped.dtype).view(shaped.shape)
 
 
-def replayed(call: Callable[[], Tensor], x: Tensor, inputs: list[Tensor]) -> Iterator[Tensor]:
-    """Capture a call on ``x`` once; its result after each replay with other contents of ``x``."""
+def captured(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A graph of a call that has run before, and the result that its replays write."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -72,8 +73,14 @@ def replayed(call: Callable[[], Tensor], x: Tensor, inputs: list[Tensor]) -> Ite
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = call()
+        result = call()
+    return graph, result
+
+
+def replayed(call: Callable[[], Tensor], x: Tensor, inputs: list[Tensor]) -> Iterator[Tensor]:
+    """Capture a call on ``x`` once; its result after each replay with other contents of ``x``."""
+    graph, result = captured(call)
     for values in inputs:
         x.copy_(values)
         graph.replay()
-        yield captured.clone()
+        yield result.clone()

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from cuda_call_cases import captured, results_in_poisoned_memory
-from cuda_cases import assert_same_bits, pinned
+from cuda_call_cases import results_in_poisoned_memory
+from cuda_cases import assert_same_bits, captured, pinned
 from torch import Tensor
 
 from fusedops.check import ACTIVATION_DTYPES

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from cuda_call_cases import captured, on_cpu, results_in_poisoned_memory
-from cuda_cases import PROVIDER
+from cuda_call_cases import on_cpu, results_in_poisoned_memory
+from cuda_cases import PROVIDER, captured
 from torch import Tensor
 
 from fusedops.check import ACTIVATION_DTYPES

@@ -30,7 +30,9 @@ CONSUMERS = 2
 
 _MODES = ("cooperative", "pingpong")
 _WGMMA_ROWS = 64
-_STEP_COLUMNS = 32
+MIN_STEP_COLUMNS = 16
+"""Columns that an epilogue treats at least at a time: two 8 x 8 matrices of a store to shared
+memory, of the result too."""
 # 128 x 192 a warpgroup is the largest accumulator that leaves registers for an epilogue.
 _MAX_ACCUMULATORS = 192
 
@@ -153,9 +155,9 @@ class PrefillTile:
                 f"{self.name}: K is split over the CTAs of a cooperative tile of 128 rows, which "
                 "share nothing else."
             )
-        if self.tile_n % (self.split * _STEP_COLUMNS):
+        if self.tile_n % (self.split * MIN_STEP_COLUMNS):
             raise ConfigError(
-                f"{self.name}: each of {self.split} CTAs finishes a multiple of {_STEP_COLUMNS} "
+                f"{self.name}: each of {self.split} CTAs finishes a multiple of {MIN_STEP_COLUMNS} "
                 f"columns; tile_n={self.tile_n}."
             )
 
@@ -207,6 +209,9 @@ class PrefillTile:
             return f"no kernel has {spec.prologue} inside"
         if spec.out_n not in (spec.n, spec.n // 2):
             return "the chain changes the number of columns other than by one gate"
+        columns = self.out_columns(problem)
+        if columns % MIN_STEP_COLUMNS:
+            return f"a CTA finishes {columns} columns, no multiple of {MIN_STEP_COLUMNS}"
         if self.problem_config(problem).stages < 3:
             return "fewer than 3 stages fit the shared memory"
         capacity = self._capacity(problem.sm_count)
@@ -216,7 +221,6 @@ class PrefillTile:
             return f"there are more tiles than {capacity} clusters, which have one tile each"
         if self.split > -(-spec.k // K_TILE):
             return f"K={spec.k} has fewer k-tiles than CTAs that share them"
-        columns = self.out_columns(problem)
         for node in spec.epilogue:
             parts = getattr(node, "parts", None)
             tile_n = self.tile_n // self.split

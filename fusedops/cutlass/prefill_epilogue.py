@@ -15,7 +15,7 @@ import cutlass
 from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
-from fusedops.config.prefill import PrefillConfig
+from fusedops.config.prefill import MIN_STEP_COLUMNS, PrefillConfig
 from fusedops.cutlass.math import DslMath
 from fusedops.cutlass.staging import ROWS, Staging
 from fusedops.cutlass.tile import ChainEmission, Coordinates, Slot, ThreadTile, halves_columns
@@ -78,7 +78,8 @@ class PrefillEpilogue:
     def step_columns(self) -> int:
         """Accumulator columns that go through the chain at a time."""
         groups = max([node.group_columns() for node in self.emission.epilogue], default=1)
-        return max(_STEP_COLUMNS, groups * self.halving)
+        step = _STEP_COLUMNS if self.config.tile_n % _STEP_COLUMNS == 0 else MIN_STEP_COLUMNS
+        return max(step, groups * self.halving)
 
     @property
     def stores(self) -> int:

@@ -26,11 +26,6 @@ _NORM_ROWS = 32
 """Rows up to which a norm inside is worth its repetition by every CTA: on an H200 it adds 0.8 us to
 a product of one row, 2 us at 16 and 32 rows, 10 us at 64."""
 _NORM_STEP_BYTES = 2048
-_MAX_STAGES = 24
-_MIN_X_STAGES = 3
-_X_BYTES = 64 * 1024
-"""Bytes of x that a CTA has under way: an SM takes in 112 KB a microsecond, and L2 answers in about
-0.6. More would take room from the weights that come while x is waited for."""
 _RESERVED_BYTES = 1024
 """Shared memory that the system takes of each CTA (CUDA C++ Programming Guide, 9.0)."""
 
@@ -42,8 +37,7 @@ class DecodeConfig:
     Attributes:
         rows: weight rows (output columns) of a tile, a multiple of 16 up to 256.
         k: columns of K in a stage, a multiple of 64.
-        stages: TMA stages of the weights' ring.
-        x_stages: TMA stages of the activations' ring, at most as many.
+        stages: TMA stages of the ring.
         split: CTAs that share a tile's K, 1 or 2 (a cluster).
         m_pad: padded M, the wgmma N: one of ``DECODE_BUCKETS``.
         trigger: the producer allows the next kernel to start once it has at most this many k-tiles
@@ -57,7 +51,6 @@ class DecodeConfig:
     rows: int
     k: int
     stages: int
-    x_stages: int
     split: int
     m_pad: int
     trigger: int = -1
@@ -88,21 +81,15 @@ class DecodeTile:
     prefetch: int = 0
     resident: int = 1
 
-    def stages(self, m_pad: int, element_bytes: int, norm_bytes: int = 0) -> tuple[int, int]:
-        """TMA stages of weights and of x that fit beside sums, statistics and barriers.
-
-        Weights come before x can be read, so they get what x does not need to be under way.
-        """
+    def stages(self, m_pad: int, element_bytes: int, norm_bytes: int = 0) -> int:
+        """TMA stages that fit beside the reduction buffer, the statistics and the barriers."""
         warps = -(-self.rows // 64) * 4
         exchange = (self.split - 1) * warps * 32 * (m_pad // 4) * 4
         statistics = 2 * (warps + 1) * m_pad * 4
-        w_stage = self.rows * self.k * element_bytes + 16
-        x_stage = m_pad * self.k * element_bytes + 16
+        stage = (self.rows + m_pad) * self.k * element_bytes + 16
         shared = (SHARED_BYTES - (self.resident - 1) * _RESERVED_BYTES) // self.resident
         others = exchange + statistics + 2048 + (norm_bytes and norm_bytes + _NORM_BYTES)
-        both = min(_MAX_STAGES, (shared - others) // (w_stage + x_stage))
-        x_stages = min(both, max(_MIN_X_STAGES, _X_BYTES // x_stage))
-        return min(_MAX_STAGES, (shared - others - x_stages * x_stage) // w_stage), x_stages
+        return min(24, (shared - others) // stage)
 
     def norm_bytes(self, problem: GemmProblem) -> int:
         """Shared memory for the norm's weight along a CTA's part of K; 0 without a norm."""
@@ -115,12 +102,11 @@ class DecodeTile:
     def config(self, m: int, element_bytes: int, norm_bytes: int = 0) -> DecodeConfig:
         """The compiled configuration that serves ``m`` rows, with or without a norm in front."""
         bucket = m_bucket(m)
-        stages, x_stages = self.stages(bucket, element_bytes, norm_bytes)
+        stages = self.stages(bucket, element_bytes, norm_bytes)
         return DecodeConfig(
             self.rows,
             self.k,
             stages,
-            x_stages,
             self.split,
             bucket,
             self.trigger,
@@ -154,7 +140,7 @@ class DecodeTile:
         if problem.spec.prologue != NO_PROLOGUE and (refusal := _prologue_refusal(problem)):
             return refusal
         norm_bytes = self.norm_bytes(problem)
-        if self.stages(m_bucket(problem.m), problem.x_dtype.itemsize, norm_bytes)[1] < 3:
+        if self.stages(m_bucket(problem.m), problem.x_dtype.itemsize, norm_bytes) < 3:
             return "fewer than 3 stages fit the shared memory"
         for node in problem.spec.epilogue:
             parts = getattr(node, "parts", None)

@@ -26,21 +26,17 @@ _EVICT_LAST = 0x14F0000000000000
 class DecodeLoads:
     """The loads of a CTA. Operands are triples: TMA atom, its global and its shared side.
 
-    Weights and activations have rings of their own: a weight stage is full before x can be read,
-    while x needs no more stages than are under way at a time. Iteration i uses stage i modulo the
-    stages of each. One barrier tells that it has been multiplied, which frees both.
-
     A span is (first tile, first k-tile, k-tiles of a tile, iterations in total).
 
     Attributes:
         config: the kernel's.
         pdl: whether the next kernel may be allowed to start.
-        element_bytes: of an element of both operands.
+        stage_bytes: that a stage takes of both operands.
     """
 
     config: DecodeConfig
     pdl: bool
-    element_bytes: int
+    stage_bytes: int
 
     @cute.jit
     def start(self, weights: Any, x_atom: Any, full: cute.Pointer, span: Any) -> None:
@@ -54,7 +50,7 @@ class DecodeLoads:
         first, k_first, k_count, total = span
         ahead = cutlass.min(total, Int32(self.config.stages))
         for i in cutlass.range(ahead, unroll=1):
-            self._weights(weights, full, i, span)
+            self._weights(weights, full + i, i, i, span)
         cpasync.prefetch_descriptor(x_atom)
         beyond = cutlass.min(total, ahead + self.config.prefetch)
         for i in cutlass.range(ahead, beyond, unroll=1):
@@ -62,60 +58,53 @@ class DecodeLoads:
 
     @cute.jit
     def stream(self, weights: Any, x: Any, barriers: Any, span: Any) -> None:
-        """Fill x's ring; then, as iterations have been multiplied, load what takes their place."""
-        full, x_full, empty = barriers
+        """Load x for the stages that have their weights, then both as stages become free."""
+        full, empty = barriers
         total = span[3]
-        stages, x_stages, trigger = self.config.stages, self.config.x_stages, self.config.trigger
+        stages, trigger = self.config.stages, self.config.trigger
         ahead = cutlass.min(total, Int32(stages))
-        for i in cutlass.range(cutlass.min(total, Int32(x_stages)), unroll=1):
-            self._activations(x, x_full, i, span)
+        for i in cutlass.range(ahead, unroll=1):
+            self._activations(x, full + i, i, i, span)
         if const_expr(self.pdl and trigger >= 0):
             if total - ahead <= trigger:
                 cute.arch.griddepcontrol_launch_dependents()
-        for done in cutlass.range(total - x_stages, unroll=1):
-            cute.arch.mbarrier_wait(empty + done % stages, (done // stages) & 1)
-            self._activations(x, x_full, done + x_stages, span)
-            following = done + stages
-            if following < total:
-                self._weights(weights, full, following, span)
-                if const_expr(self.pdl and trigger >= 0):
-                    if total - following == trigger + 1:
-                        cute.arch.griddepcontrol_launch_dependents()
+        for i in cutlass.range(ahead, total, unroll=1):
+            stage = i % stages
+            cute.arch.mbarrier_wait(empty + stage, (i // stages - 1) & 1)
+            self._weights(weights, full + stage, stage, i, span)
+            self._activations(x, full + stage, stage, i, span)
+            if const_expr(self.pdl and trigger >= 0):
+                if total - i == trigger + 1:
+                    cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
-    def _weights(self, weights: Any, full: cute.Pointer, i: Int32, span: Any) -> None:
-        """Load the weights of iteration ``i``."""
+    def _weights(
+        self, weights: Any, barrier: cute.Pointer, stage: Int32, i: Int32, span: Any
+    ) -> None:
+        """Announce a stage's bytes of both operands and load iteration ``i``'s weights."""
         w_atom, t_wg, t_ws = weights
         first, k_first, k_count, _ = span
-        config = self.config
-        stage = i % config.stages
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(
-                full + stage, config.rows * config.k * self.element_bytes
-            )
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.stage_bytes)
         cute.copy(
             w_atom,
             t_wg[(None, first + i // k_count, k_first + i % k_count)],
             t_ws[(None, stage)],
-            tma_bar_ptr=full + stage,
+            tma_bar_ptr=barrier,
             cache_policy=Int64(_EVICT_FIRST),
         )
 
     @cute.jit
-    def _activations(self, x: Any, x_full: cute.Pointer, i: Int32, span: Any) -> None:
-        """Load the columns of x of iteration ``i``."""
+    def _activations(
+        self, x: Any, barrier: cute.Pointer, stage: Int32, i: Int32, span: Any
+    ) -> None:
+        """Load iteration ``i``'s columns of x."""
         x_atom, t_xg, t_xs = x
         _, k_first, k_count, _ = span
-        config = self.config
-        stage = i % config.x_stages
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(
-                x_full + stage, config.m_pad * config.k * self.element_bytes
-            )
         cute.copy(
             x_atom,
             t_xg[(None, k_first + i % k_count)],
             t_xs[(None, stage)],
-            tma_bar_ptr=x_full + stage,
+            tma_bar_ptr=barrier,
             cache_policy=Int64(_EVICT_LAST),
         )

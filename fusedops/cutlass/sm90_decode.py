@@ -81,7 +81,7 @@ class DecodeGemm:
                 norm_dtype or dtype,
                 config.m_pad,
                 config.k,
-                config.x_stages,
+                config.stages,
                 config.norm_bytes,
             )
             if isinstance(prologue, RmsNormPrologue)
@@ -122,7 +122,7 @@ class DecodeGemm:
             row_major, (cfg.rows, cfg.m_pad, cfg.k), self.element, cfg.stages
         )
         x_layout = sm90.make_smem_layout_b(
-            row_major, (padded_rows, cfg.m_pad, cfg.k), self.element, cfg.x_stages
+            row_major, (padded_rows, cfg.m_pad, cfg.k), self.element, cfg.stages
         )
         load = cpasync.CopyBulkTensorTileG2SOp()
         w_atom, w_tma = cpasync.make_tiled_tma_atom(
@@ -161,8 +161,7 @@ class DecodeGemm:
         x_layout: cute.ComposedLayout,
     ) -> None:
         cfg = self.config
-        rows, k_tile, split, m_pad = cfg.rows, cfg.k, cfg.split, cfg.m_pad
-        stages, x_stages = cfg.stages, cfg.x_stages
+        rows, k_tile, stages, split, m_pad = cfg.rows, cfg.k, cfg.stages, cfg.split, cfg.m_pad
         consumers = cfg.warpgroups * WARPGROUP
         warps = cfg.warpgroups * 4
         element_bytes = self.dtype.itemsize
@@ -187,11 +186,10 @@ class DecodeGemm:
             cute.arch.griddepcontrol_launch_dependents()
 
         smem = SmemAllocator()
-        barriers = smem.allocate_array(Int64, 2 * (stages + x_stages) + 2)
+        barriers = smem.allocate_array(Int64, 3 * stages + 2)
         full, empty = barriers, barriers + stages
-        x_full, ready = barriers + 2 * stages, barriers + 2 * stages + x_stages
-        received = barriers + 2 * (stages + x_stages)
-        drained = received + 1
+        received, drained = barriers + 2 * stages, barriers + 2 * stages + 1
+        ready = barriers + 2 * stages + 2
         owned = m_pad // (2 * split)
         if const_expr(split > 1):
             exchange = smem.allocate_tensor(
@@ -220,7 +218,7 @@ class DecodeGemm:
         total = (tile_last - tile_first) * k_count
         span = (tile_first, k_first, k_count, total)
         weights = (w_atom, t_wg, t_ws)
-        loads = DecodeLoads(cfg, self.pdl, element_bytes)
+        loads = DecodeLoads(cfg, self.pdl, (rows + m_pad) * k_tile * element_bytes)
 
         if warp == warps:
             # Weights are asked for before the other warps have started. x's descriptor is fetched
@@ -229,8 +227,6 @@ class DecodeGemm:
                 for i in cutlass.range_constexpr(stages):
                     cute.arch.mbarrier_init(full + i, 1)
                     cute.arch.mbarrier_init(empty + i, warps)
-                for i in cutlass.range_constexpr(x_stages):
-                    cute.arch.mbarrier_init(x_full + i, 1)
                     if const_expr(self.normalize is not None):
                         cute.arch.mbarrier_init(ready + i, self.normalize.group_warps)
                 cute.arch.mbarrier_init(received, consumers)
@@ -247,7 +243,7 @@ class DecodeGemm:
                 cute.arch.griddepcontrol_wait()
             if const_expr(split > 1):
                 cute.arch.cluster_wait()
-            loads.stream(weights, (x_atom, t_xg, t_xs), (full, x_full, empty), span)
+            loads.stream(weights, (x_atom, t_xg, t_xs), (full, empty), span)
         elif warp > warps:
             # Only there with a prologue.
             if const_expr(split > 1):
@@ -258,7 +254,7 @@ class DecodeGemm:
                     tensors[0],
                     tensors[1],
                     norm_buffers,
-                    x_full,
+                    full,
                     ready,
                     thread - (consumers + 32),
                     (m_size, cute.size(x, mode=[1])),
@@ -296,19 +292,17 @@ class DecodeGemm:
                 base = step * k_count
                 for kt in cutlass.range(k_count, unroll=1):
                     i = base + kt
-                    stage, x_stage = i % stages, i % x_stages
-                    x_parity = (i // x_stages) & 1
+                    stage = i % stages
                     cute.arch.mbarrier_wait(full + stage, (i // stages) & 1)
-                    cute.arch.mbarrier_wait(x_full + x_stage, x_parity)
                     if const_expr(self.normalize is not None):
-                        cute.arch.mbarrier_wait(ready + x_stage, x_parity)
+                        cute.arch.mbarrier_wait(ready + stage, (i // stages) & 1)
                     warpgroup.fence()
                     for block_k in cutlass.range_constexpr(k_tile * element_bytes // 32):
                         cute.gemm(
                             tiled_mma,
                             acc,
                             frag_a[(None, None, block_k, stage)],
-                            frag_b[(None, None, block_k, x_stage)],
+                            frag_b[(None, None, block_k, stage)],
                             acc,
                         )
                     warpgroup.commit_group()

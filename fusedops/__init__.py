@@ -21,7 +21,7 @@ from fusedops.gemm import explain, explain_problem, gemm
 from fusedops.nn.convert import convert
 from fusedops.ops.activation import act_and_mul
 from fusedops.ops.attention import paged_attention
-from fusedops.ops.embedding import embedding
+from fusedops.ops.embedding import embedding, embedding_sumsq
 from fusedops.ops.fused_quantize import (
     act_and_mul_quantize,
     fused_add_rms_norm_quantize,
@@ -75,6 +75,7 @@ __all__ = [
     "convert",
     "dequantize",
     "embedding",
+    "embedding_sumsq",
     "expert_histogram",
     "explain",
     "explain_problem",

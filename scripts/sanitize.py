@@ -1,21 +1,25 @@
-"""Launch each kernel family once for every padded M, to be watched by compute-sanitizer.
+"""Launch each kernel family in each of its variants, to be watched by compute-sanitizer.
 
 usage: PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 \\
            python scripts/sanitize.py [FAMILY ...]
 
-Without torch's caching allocator every tensor is an allocation of its own, so an access past its
-end is seen. Problems claim a GPU of few multiprocessors: each CTA then has several tiles and its
-ring goes round. Results are compared with exact ones; exit status 1 if one differs.
+A family is one of the GEMMs (decode, norm_gemm, prefill, split) or a file of csrc by its name;
+``gemm`` and ``csrc`` stand for all of either kind. Without torch's caching allocator every tensor
+is an allocation of its own, so an access past its end is seen. GEMM problems claim a GPU of few
+multiprocessors: each CTA then has several tiles and its ring goes round. Results are compared with
+exact ones; exit status 1 if one differs.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
+import sanitize_cuda
 import torch
+from sanitize_cuda import Case
 from torch import Tensor
 
 import fusedops
@@ -78,9 +82,6 @@ def gemm(
     return close and bool(statistic <= 1e-4 * results[0].float().square().sum(1).max())
 
 
-Case = tuple[str, Callable[[], bool]]
-
-
 def decode() -> Iterator[Case]:
     """Every padded M with one tile a CTA wide, one split over a cluster, one of two warpgroups."""
     tiles = {tile.name: tile for tile in decode_tiles()}
@@ -108,21 +109,46 @@ def prefill() -> Iterator[Case]:
 
 
 def split() -> Iterator[Case]:
-    """The prefill kernel with K split over a cluster, whose clusters have one tile."""
-    tiles = {tile.name: tile for tile in prefill_tiles()}
-    for name in ("c128x128k2", "c128x128k4", "c128x256k8"):
+    """The prefill kernel with K split over a cluster, whose clusters have one tile.
+
+    Tiles of 64 to 256 columns leave each CTA of 2, 4 or 8 from 32 to 128 of them to finish.
+    """
+    tiles = [tile for tile in prefill_tiles() if tile.split > 1]
+    for tile in tiles:
         for m in (3, 130):
-            launcher = partial(_prefill_launcher, tiles[name])
-            yield f"{name} M={m}", partial(gemm, launcher, m, sm_count=132)
+            launcher = partial(_prefill_launcher, tile)
+            yield f"{tile.name} M={m}", partial(gemm, launcher, m, sm_count=132)
 
 
-FAMILIES = {"decode": decode, "norm": norm, "prefill": prefill, "split": split}
+GEMMS: dict[str, Callable[[], Iterator[Case]]] = {
+    "decode": decode,
+    "norm_gemm": norm,
+    "prefill": prefill,
+    "split": split,
+}
+FAMILIES = {**GEMMS, **sanitize_cuda.FAMILIES}
+GROUPS = {"gemm": list(GEMMS), "csrc": list(sanitize_cuda.FAMILIES)}
+
+
+def families(asked: Sequence[str]) -> list[str]:
+    """The families that the command line names, each once; all of them without a name.
+
+    Raises:
+        ValueError: a name is neither a family's nor a group's.
+    """
+    names = [name for word in asked or GROUPS for name in GROUPS.get(word, [word])]
+    if unknown := [name for name in names if name not in FAMILIES]:
+        accepted = ", ".join([*GROUPS, *FAMILIES])
+        raise ValueError(f"unknown {', '.join(unknown)}; accepted are {accepted}")
+    return list(dict.fromkeys(names))
 
 
 def main() -> int:
-    asked = sys.argv[1:] or list(FAMILIES)
-    if unknown := [name for name in asked if name not in FAMILIES]:
-        print(f"unknown {', '.join(unknown)}; accepted are {', '.join(FAMILIES)}", file=sys.stderr)
+    """Run the families; 0 all right, 1 a result is wrong, 2 bad input."""
+    try:
+        asked = families(sys.argv[1:])
+    except ValueError as error:
+        print(error, file=sys.stderr)
         return 2
     wrong = 0
     for family in asked:

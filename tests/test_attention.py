@@ -406,8 +406,8 @@ def test_b37_opcheck(layout: str) -> None:
     batch = paged_batch([5, 6], [2, 1], layout=layout)
     tensors = (batch.q, batch.k_cache, batch.v_cache, batch.block_table, batch.seq_lens)
     options = (0.3, True, 0, 0.0, layout)
-    torch.library.opcheck(op, (*tensors, batch.query_start, 2, *options))
-    torch.library.opcheck(op, (batch.q[:2], *tensors[1:], None, 1, *options))
+    torch.library.opcheck(op, (*tensors, batch.query_start, None, None, 2, *options))
+    torch.library.opcheck(op, (batch.q[:2], *tensors[1:], None, None, None, 1, *options))
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

@@ -91,6 +91,20 @@ def test_only_the_steps_that_were_asked_for_are_run(tmp_path: Path) -> None:
     assert only_setup.splitlines() == [f"+ mkdir -p {tmp_path}"]
 
 
+def test_the_sanitizer_watches_every_family_with_the_tools_that_suit_it(tmp_path: Path) -> None:
+    steps = bash(SCRIPT, "--out", tmp_path, "--what", "sanitize", "--dry-run").stdout.splitlines()
+    runs = [step for step in steps if "scripts/sanitize.py" in step]
+    assert runs[0].endswith("python3 scripts/sanitize.py")
+    assert [run.partition("--tool ")[2] for run in runs[1:]] == [
+        f"{tool} --error-exitcode 9 python3 scripts/sanitize.py {families}"
+        for tool, families in (
+            ("memcheck", "gemm csrc"),
+            ("racecheck", "gemm csrc"),
+            ("initcheck", "csrc"),
+        )
+    ]
+
+
 def test_the_demo_runs_on_both_devices_in_a_dry_run(tmp_path: Path) -> None:
     for name in ("g1", "g2"):
         (tmp_path / name).mkdir()

@@ -3,20 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fusedops.bench import Buffers, Protocol
-from fusedops.bench.goal_run import GoalError, GoalRun, Reading, RowStore
+from fusedops.bench import Buffers, Protocol, peers
+from fusedops.bench.goal_run import GoalError, GoalRun, OutOfTimeError, Reading, RowStore
 from fusedops.bench.goal_spec import load_goals
-from fusedops.bench.goals import cuda_host, cuda_memory, cuda_reduce, load_all
-from fusedops.bench.goals.cuda_rows import MINE, best_peer, contenders, reading
-from fusedops.bench.measurement import Failed, Measurement, Outcome, summarize
+from fusedops.bench.goals import (
+    cuda_compile,
+    cuda_histogram,
+    cuda_host,
+    cuda_memory,
+    cuda_reduce,
+    cuda_rows,
+    cuda_sampling,
+    load_all,
+)
+from fusedops.bench.goals.cuda_rows import (
+    MINE,
+    TABLE_PEERS,
+    best_peer,
+    bounded,
+    contenders,
+    reading,
+    rows_beside,
+    with_absent,
+)
+from fusedops.bench.measurement import Absent, Failed, Measurement, Outcome, summarize
+from fusedops.errors import BuildError
+from fusedops.jit.nvrtc import CudaProgram
+from fusedops.jit.resources import csrc_dir
 from fusedops.ops.transpose import transpose
 from fusedops.providers.base import use_provider
+from fusedops.providers.cuda_plan import Gpu
 
 QUICK = Protocol(samples=3, min_samples=1, min_window_us=1, settle_min_s=0, settle_max_s=0.01)
 IDS = (
@@ -26,12 +50,22 @@ IDS = (
 )
 
 
+def without_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave torch as the only peer."""
+
+    def status(names: list[str]) -> dict[str, object]:
+        return {
+            name: peers.Available("") if name == "torch" else Absent("left out") for name in names
+        }
+
+    for module in (peers, cuda_rows, cuda_histogram, cuda_sampling):
+        monkeypatch.setattr(module, "peer_status", status)
+
+
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[GoalRun]:
-    """A run on the CPU that pins the reference, without torch.compile."""
-    monkeypatch.setattr(
-        "fusedops.bench.goals.cuda_rows.peer_status", lambda names: dict.fromkeys(names)
-    )
+    """A run on the CPU that pins the reference, with torch as its only peer."""
+    without_peers(monkeypatch)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with use_provider("reference") as usage:
@@ -51,7 +85,14 @@ def time_of(us: float) -> Measurement:
 
 
 def failures(rows: dict[str, Outcome]) -> dict[str, Outcome]:
-    return {name: row for name, row in rows.items() if not isinstance(row, Measurement)}
+    return {name: row for name, row in rows.items() if isinstance(row, Failed)}
+
+
+def timed(rows: dict[str, Outcome]) -> set[str]:
+    """Names of contenders with a time; all others of the table are absent with a reason."""
+    absent = {name for name, row in rows.items() if isinstance(row, Absent) and row.reason}
+    assert absent >= set(TABLE_PEERS) - failures(rows).keys()
+    return rows.keys() - absent - failures(rows).keys()
 
 
 @pytest.mark.parametrize("goal_id", IDS)
@@ -64,7 +105,7 @@ def test_each_goal_has_a_function_that_pins_the_kernels(goal_id: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 def test_a_transpose_row_times_us_and_torch(run: GoalRun, dtype: torch.dtype) -> None:
     rows = cuda_memory.transpose_outcomes(run, 33, 65, dtype)
-    assert set(rows) == {MINE, "torch"}
+    assert timed(rows) == {MINE, "torch"}
     assert not failures(rows)
 
 
@@ -80,8 +121,39 @@ def test_a_reduction_row_times_us_and_torch(
         return x.logsumexp(dims) if op == "logsumexp" else x.sum(dims)
 
     rows = cuda_reduce.reduce_outcomes(run, shape, op, dim, torchs)
-    assert {MINE, "torch"} <= set(rows)
+    assert timed(rows) == {MINE, "torch"}
     assert not failures(rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float32], ids=str)
+@pytest.mark.parametrize(("op", "dim"), [("sum", None), ("max", None), ("max", 1), ("sum", 1)])
+def test_integers_and_maxima_are_checked_exactly(
+    run: GoalRun, op: str, dim: int | None, dtype: torch.dtype
+) -> None:
+    torchs = cuda_reduce._by_torch(op, dim)
+    rows = cuda_reduce.reduce_outcomes(run, (40, 60), op, dim, torchs, dtype)
+    assert timed(rows) == {MINE, "torch"}
+    wrong = cuda_reduce.reduce_outcomes(
+        run, (40, 61), op, dim, lambda x: torchs(x) + torch.ones((), dtype=x.dtype), dtype
+    )
+    assert set(failures(wrong)) == {"torch"}
+
+
+def test_rows_of_integers_and_maxima_stand_beside_the_sum_without_counting(
+    run: GoalRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def outcomes(_run: GoalRun, shape: Any, op: str, dim: Any, *rest: Any) -> dict[str, Outcome]:
+        asked.append((op, shape, dim, *rest[1:]))
+        row = time_of(3) if len(asked) == 1 else Failed("no") if op == "sum" else time_of(9)
+        return {MINE: row, "torch": time_of(4)}
+
+    monkeypatch.setattr(cuda_reduce, "reduce_outcomes", outcomes)
+    found = cuda_reduce.sum_of_all(run)
+    assert (found.value, found.peer) == (3, "torch 4.0 us")
+    assert asked[1:] == list(cuda_reduce.BESIDE)
+    assert found.note == "5 rows beside; sum int32 1D: no; sum int32 2D: no"
 
 
 def test_the_positions_of_a_row_are_checked(run: GoalRun) -> None:
@@ -145,6 +217,68 @@ def test_rows_and_columns_count_with_the_slower(
     assert "columns 200.0 us" in found.note
 
 
+def test_what_stands_beside_a_goal_says_what_is_wrong_and_fails_nothing() -> None:
+    def broken() -> dict[str, Outcome]:
+        raise GoalError("never ran")
+
+    def late() -> dict[str, Outcome]:
+        raise OutOfTimeError
+
+    rows = {
+        "fine": lambda: {MINE: bounded(time_of(0.5), 0.7), "torch": Failed("not ours")},
+        "slow": lambda: {f"{MINE} a": bounded(time_of(0.9), 0.7), f"{MINE} b": time_of(99)},
+        "broken": broken,
+        "absent": lambda: {MINE: Absent("no GPU")},
+    }
+    assert rows_beside(rows) == (
+        "4 rows beside; slow a: 0.90 us, bound 0.7 us: missed; broken: GoalError: never ran; "
+        "absent: no GPU"
+    )
+    with pytest.raises(OutOfTimeError):
+        rows_beside({"late": late})
+
+
+def test_a_bound_is_kept_in_the_notes_of_its_row() -> None:
+    assert bounded(time_of(0.7), 0.7).notes == ("bound 0.7 us: ok",)
+    assert bounded(time_of(1.0), 1.5e6, 2e6).notes == ("bound 1500000 us: missed",)
+
+
+def test_every_peer_of_the_table_has_a_time_or_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    status = dict.fromkeys(TABLE_PEERS, peers.Available("1"))
+    monkeypatch.setattr(
+        cuda_rows, "peer_status", lambda names: {name: status[name] for name in names}
+    )
+    monkeypatch.setattr(peers, "peer_status", lambda names: dict.fromkeys(names, Absent("no gcc")))
+    rows = with_absent({MINE: time_of(1), "quack": time_of(2)}, {"cub": "left out", "x": "why"})
+    assert {name: row.reason for name, row in rows.items() if isinstance(row, Absent)} == {
+        "torch.compile": "no gcc",
+        "flashinfer": "it has no operation like this one",
+        "cub": "left out",
+        "x": "why",
+    }
+    assert timed({**rows, "quack": Absent("?")}) == {MINE}
+
+
+def test_torch_compile_may_not_eat_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        peers, "peer_status", lambda names: dict.fromkeys(names, peers.Available("2"))
+    )
+    monkeypatch.setattr(peers, "fresh_compile", lambda function: function)
+    ticks = iter([0.0, 4.0, 10.0, 17.0])
+    budget = peers.CompileBudget(10.0, lambda: next(ticks))
+    monkeypatch.setattr(peers, "COMPILE_BUDGET", budget)
+    (first,) = peers.compiled_peers(lambda x: x + 1, lambda results, buffers: None)
+    buffers = Buffers((torch.ones(1),))
+    assert [first.run(buffers).item() for _ in range(3)] == [2.0] * 3
+    assert budget.spent_s == 4.0
+    (second,) = peers.compiled_peers(lambda x: x + 2, lambda results, buffers: None)
+    assert second.run(buffers).item() == 3.0
+    assert peers.compiled_peers(lambda x: x, lambda results, buffers: None) == []
+    state = budget.status()
+    assert isinstance(state, Absent)
+    assert state.reason.startswith("left out: compiling had taken 11 s")
+
+
 def test_the_copy_counts_with_its_default_and_names_the_others(
     run: GoalRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,13 +289,57 @@ def test_the_copy_counts_with_its_default_and_names_the_others(
     assert found.note == "us: fusedops 100, fusedops 2 90, torch.mul 99"
 
 
+def test_a_cold_compile_has_the_bound_of_its_slowest_kernel(
+    run: GoalRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = [CudaProgram("norm.cu", (name,)) for name in ("a", "b")]
+    programs.append(CudaProgram("copy.cu", ("broken",)))
+    folders = set()
+
+    def compile_one(program: CudaProgram, arch: str, folder: Path) -> dict[str, str]:
+        folders.add(folder.parent)
+        if program.kernels == ("broken",):
+            raise BuildError("no such kernel")
+        (folder / "kernel.cubin").write_bytes(b"cubin")
+        clock.now += 2.0 if program.kernels == ("b",) else 0.25
+        return {}
+
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(cuda_compile, "compile_program", compile_one)
+    monkeypatch.setattr(cuda_compile.time, "perf_counter", lambda: clock.now)
+    gpu = Gpu("sm_90a", 132)
+    rows = run.row("cold", lambda: cuda_compile.cold_outcomes(run, gpu, programs))
+    norm, broken = rows[f"{MINE} norm.cu"], rows[f"{MINE} copy.cu"]
+    assert isinstance(norm, Measurement)
+    assert norm.samples == (0.25e6, 2e6)
+    assert norm.notes == ("slowest b: 2.00 s", "bound 1500000 us: missed")
+    assert isinstance(broken, Failed)
+    assert "no such kernel" in broken.reason
+    assert not any(folder.exists() for folder in folders)
+
+
+def test_every_file_of_csrc_has_a_program_to_compile() -> None:
+    files = {program.file for program in cuda_compile.cold_programs(Gpu("sm_90a", 132))}
+    assert files == {path.name for path in csrc_dir().glob("*.cu")} - {"probe.cu"}
+
+
 def test_the_hosts_time_of_a_call_is_the_slower_operators(
     run: GoalRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_host, "_ROUNDS", 2)
     monkeypatch.setattr(cuda_host, "_CALLS", 3)
+    monkeypatch.setattr(cuda_host, "_gpu", lambda run: Gpu("sm_90a", 132))
+
+    def cold(run: GoalRun, gpu: Gpu) -> dict[str, Outcome]:
+        run.ran_elsewhere("compile", 1)
+        return {f"{MINE} norm.cu": bounded(time_of(2e6), 1.5e6)}
+
+    monkeypatch.setattr(cuda_host, "cold_outcomes", cold)
     found = cuda_host.host_us(run)
     assert found.value > 0
     assert found.note.startswith("transpose ")
     assert found.peer.startswith("torch")
     assert {(MINE, "reduce")} <= {(MINE, text.split()[0]) for text in found.note.split(", ")}
+    assert found.note.endswith(
+        "1 rows beside; cold compile norm.cu: 2000000.00 us, bound 1500000 us: missed"
+    )

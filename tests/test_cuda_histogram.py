@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from test_cuda_goals import timed, without_peers
 from test_cuda_kernels import compiled, count
 from test_cuda_plan import A100, H200, name_of, view
 from test_nvrtc import ARCHES, needs_wheels, nvdisasm
@@ -281,8 +282,8 @@ def test_shared_memory_is_what_an_architecture_has() -> None:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[GoalRun]:
-    """A run on the CPU that pins the reference, without CUB."""
-    monkeypatch.setattr(goals, "peer_status", lambda names: dict.fromkeys(names))
+    """A run on the CPU that pins the reference, with torch as its only peer."""
+    without_peers(monkeypatch)
     with use_provider("reference") as usage:
         yield GoalRun(
             load_goals()["cuda.hist.skew"],
@@ -304,10 +305,20 @@ def test_each_goal_has_a_function_that_pins_the_kernels(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.uint8], ids=str)
 def test_a_row_times_us_and_torch_on_checked_counts(run: GoalRun, dtype: torch.dtype) -> None:
     rows = goals.histogram_outcomes(run, dtype, 200, 3000)
-    assert set(rows) == {MINE, "torch.bincount", "torch.scatter_add"}
-    assert not [row for row in rows.values() if not isinstance(row, Measurement)]
+    assert timed(rows) == {MINE, "torch.bincount", "torch.scatter_add"}
     counts = torch.zeros(200, dtype=torch.int64)
     assert goals._check((counts,), torch.zeros(3, dtype=dtype), 200) is not None
+
+
+def test_65536_bins_stand_beside_what_counts(run: GoalRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    def outcomes(_run: GoalRun, _dtype: object, bins: int, _count: int) -> dict[str, Measurement]:
+        return {MINE: summarize([float(bins)], mode="fake", launches=1, hot=False)}
+
+    monkeypatch.setattr(goals, "histogram_outcomes", outcomes)
+    run.goal = load_goals()["cuda.hist.int32"]
+    found = goals.int32(run)
+    assert found.value == 4096
+    assert found.note.endswith("; 1 rows beside")
 
 
 def test_every_skew_stays_in_the_range_and_the_worst_counts(

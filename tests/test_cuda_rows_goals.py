@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
-from test_cuda_goals import QUICK, failures, time_of
+from test_cuda_goals import QUICK, failures, time_of, timed, without_peers
 
-from fusedops.bench import peers
+from fusedops.bench import chain
 from fusedops.bench.goal_run import GoalRun, RowStore
 from fusedops.bench.goal_spec import load_goals
-from fusedops.bench.goals import cuda_act, cuda_norm, load_all
+from fusedops.bench.goals import cuda_act, cuda_norm, cuda_visible, load_all
 from fusedops.bench.goals.cuda_quantized import per_group, per_token, quantized_error
 from fusedops.bench.goals.cuda_rows import MINE
-from fusedops.bench.measurement import Absent, Measurement
+from fusedops.bench.measurement import Failed, Measurement, Outcome, summarize
 from fusedops.bench.roofline import PUBLISHED_CEILINGS
+from fusedops.epilogue.activations import ACTIVATIONS
+from fusedops.ops.activation import act_and_mul
+from fusedops.ops.quantize import quantize
 from fusedops.providers.base import use_provider
 
 IDS = ("rms_norm", "add_rms_norm", "rms_norm_fp8", "rms_norm_small", "act_quant")
@@ -25,13 +30,7 @@ IDS = ("rms_norm", "add_rms_norm", "rms_norm_fp8", "rms_norm_small", "act_quant"
 def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[GoalRun]:
     """A run on the CPU that pins the reference, with torch as its only peer."""
 
-    def status(names: list[str]) -> dict[str, object]:
-        return {
-            name: peers.Available("") if name == "torch" else Absent("left out") for name in names
-        }
-
-    for module in (peers, cuda_act, cuda_norm):
-        monkeypatch.setattr(module, "peer_status", status)
+    without_peers(monkeypatch)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with use_provider("reference") as usage:
@@ -57,10 +56,12 @@ def test_each_row_times_us_and_torch(run: GoalRun) -> None:
     for rows in (
         cuda_norm.rms_norm_outcomes(run, 5, 256),
         cuda_norm.add_rms_norm_outcomes(run, 5, 256),
-        cuda_norm.rms_norm_fp8_outcomes(run, 5, 256),
+        cuda_norm.layer_norm_outcomes(run, 5, 256),
+        *(cuda_norm.quantized_outcomes(run, 5, 256, name) for name in cuda_norm.QUANTIZED),
         cuda_act.act_quant_outcomes(run, 5, 256),
+        *(cuda_act.act_outcomes(run, act, 5, 256) for act in ACTIVATIONS),
     ):
-        assert set(rows) == {MINE, "torch"}
+        assert timed(rows) == {MINE, "torch"}
         assert not failures(rows)
 
 
@@ -69,7 +70,7 @@ def test_a_wrong_norm_gets_no_time(run: GoalRun, monkeypatch: pytest.MonkeyPatch
     for rows in (
         cuda_norm.rms_norm_outcomes(run, 5, 256),
         cuda_norm.add_rms_norm_outcomes(run, 5, 256),
-        cuda_norm.rms_norm_fp8_outcomes(run, 5, 256),
+        cuda_norm.quantized_outcomes(run, 5, 256),
     ):
         assert set(failures(rows)) == {"torch"}
 
@@ -80,11 +81,19 @@ def test_a_wrong_activation_gets_no_time(run: GoalRun, monkeypatch: pytest.Monke
     assert set(failures(rows)) == {"torch"}
 
 
-@pytest.mark.parametrize("quantize", [per_token, per_group])
-def test_quantized_values_are_judged_with_their_scales(quantize: object) -> None:
-    assert callable(quantize)
+def test_a_wrong_gated_activation_gets_no_time(
+    run: GoalRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_act, "act_and_mul", lambda x, act: act_and_mul(x, "identity"))
+    for act in ("relu", "silu", "gelu", "sigmoid"):
+        assert set(failures(cuda_act.act_outcomes(run, act, 5, 256))) == {MINE}
+
+
+@pytest.mark.parametrize("method", [per_token, per_group])
+def test_quantized_values_are_judged_with_their_scales(method: object) -> None:
+    assert callable(method)
     y = torch.randn(6, 384, generator=torch.Generator().manual_seed(0)).bfloat16()
-    q, scale = quantize(y)
+    q, scale = method(y)
     exact, error = y.double(), 0.001 * y.double().abs()
     assert quantized_error(q, scale, exact, error) is None
     wrong = q.clone()
@@ -100,9 +109,103 @@ def test_the_slowest_number_of_rows_counts(run: GoalRun, monkeypatch: pytest.Mon
         return {MINE: time_of(2 if rows == 4 else 1), "torch": time_of(5)}
 
     monkeypatch.setattr(cuda_norm, "rms_norm_outcomes", outcomes)
+    asked = []
+
+    def beside(_run: GoalRun) -> dict[str, Any]:
+        asked.append(1)
+        return {"other": lambda: {MINE: Failed("no")}}
+
+    monkeypatch.setattr(cuda_norm, "_beside", beside)
     found = cuda_norm.small(run)
     assert (found.value, found.peer) == (2, "torch 5.0 us")
     assert "64 rows 1.00 us" in found.note
+    assert found.note.endswith("; 1 rows beside; other: no")
+    assert asked == [1]
+
+
+def test_every_norm_and_activation_has_rows_of_a_decode_step(run: GoalRun) -> None:
+    norms = cuda_norm._beside(run)
+    names = ("fused_add_rms_norm", "layer_norm", *cuda_norm.QUANTIZED)
+    assert set(norms) == {
+        *(f"{name} {rows}" for name in names for rows in (1, 16, 64)),
+        *(f"visible {rows}" for rows in (1, 16, 64)),
+    }
+    activations = cuda_act._beside(run)
+    names = (*ACTIVATIONS, "quantize")
+    assert set(activations) == {f"{name} {rows}" for name in names for rows in (1, 16, 64)}
+
+
+@pytest.fixture
+def small_chains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chain, "MIN_WEIGHT_BYTES", 100_000)
+    monkeypatch.setattr(chain, "STREAMED_BYTES", 1)
+
+
+VISIBLE = ("rms_norm", "fused_add_rms_norm", "act_and_mul", "quantize", "rope_append")
+
+
+def test_what_is_visible_is_the_chain_less_its_products(run: GoalRun, small_chains: None) -> None:
+    found = cuda_visible.visible_outcomes(run, 3, 256, gemm_provider="reference")
+    assert not failures(found), failures(found)
+    assert set(found) == {"gemm", "torch rms_norm", *(f"{MINE} {name}" for name in VISIBLE)}
+    for name in VISIBLE:
+        row = found[f"{MINE} {name}"]
+        assert isinstance(row, Measurement)
+        assert row.launches >= 32
+        assert re.fullmatch(r"bound 0\.7 us: (ok|missed)", row.notes[-1])
+        assert row.notes[-2].startswith("chain ")
+    # One launch of each small kernel before each product, and none by the products' provider.
+    assert run._usage.count("rms_norm", "reference") > 32
+    assert run._usage.count("gemm_out", "reference") == 0
+
+
+def test_a_difference_is_taken_round_by_round() -> None:
+    def row(*samples: float) -> Measurement:
+        return summarize(samples, mode="cuda graph", launches=32, hot=False)
+
+    rows: dict[str, Outcome] = {
+        "gemm": row(5.0, 6.0, 7.0),
+        f"{MINE} a": row(5.5, 6.6, 7.5),
+        f"{MINE} b": row(5.9, 6.9, 7.9),
+        f"{MINE} c": Failed("wrong"),
+        "torch": row(7.0, 8.0, 9.0),
+    }
+    found = cuda_visible._against_the_product(rows)
+    assert found["gemm"] is rows["gemm"]
+    assert found[f"{MINE} c"] is rows[f"{MINE} c"]
+    a, b, torchs = (found[name] for name in (f"{MINE} a", f"{MINE} b", "torch"))
+    assert isinstance(a, Measurement)
+    assert isinstance(b, Measurement)
+    assert isinstance(torchs, Measurement)
+    assert a.samples == pytest.approx((0.5, 0.6, 0.5))
+    assert a.notes == ("chain 6.60 us, gemm 6.00", "bound 0.7 us: ok")
+    assert b.notes[-1] == "bound 0.7 us: missed"
+    assert torchs.notes == ("chain 8.00 us, gemm 6.00",)
+    without = {**rows, "gemm": Failed("no kernel")}
+    assert cuda_visible._against_the_product(without) is without
+
+
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [
+        ("rms_norm", lambda x, *rest: x * 1.0),
+        ("fused_add_rms_norm", lambda x, residual, *rest: (x + residual, x)),
+        ("act_and_mul", lambda x: x[:, : x.shape[1] // 2] * 1.0),
+        ("quantize", lambda x: quantize(x * 2)),
+        ("rope_append_paged_kv_", lambda *args: None),
+    ],
+)
+def test_a_chain_with_a_wrong_kernel_gets_no_time(
+    run: GoalRun,
+    small_chains: None,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    broken: Any,
+) -> None:
+    monkeypatch.setattr(cuda_visible, name, broken)
+    found = cuda_visible.visible_outcomes(run, 3, 256, gemm_provider="reference")
+    short = name.removesuffix("_paged_kv_")
+    assert set(failures(found)) == {f"{MINE} {short}"}
 
 
 def test_the_share_of_the_ceiling_is_the_least_time_over_ours(
@@ -113,6 +216,7 @@ def test_the_share_of_the_ceiling_is_the_least_time_over_ours(
     assert traffic.write_bytes == 16384 * (14336 + 4 * 112)
     h200 = PUBLISHED_CEILINGS["NVIDIA H200"]
     monkeypatch.setattr(cuda_act, "row_ceilings", lambda device: h200)
+    monkeypatch.setattr(cuda_act, "_beside", lambda run: {})
     monkeypatch.setattr(
         cuda_act, "act_quant_outcomes", lambda *args: {MINE: time_of(300), "torch": time_of(900)}
     )

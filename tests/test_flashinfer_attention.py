@@ -127,12 +127,16 @@ def test_eager_attention_checks_what_the_host_reads(
 
 def test_attention_refusals(fake: Fake) -> None:
     q, (k_cache, v_cache) = values(4, 4, 64), cache_of("NHD", 2)
-    rest = (TABLE, LENGTHS, None, 1, 0.125, True, 0, 0.0, "NHD")
+    options = (1, 0.125, True, 0, 0.0, "NHD")
+    rest = (TABLE, LENGTHS, None, None, None, *options)
     op = "paged_attention"
     refused("plans each call on the host", op, q, k_cache, v_cache, *rest, pinned=False)
     refused("takes bfloat16", op, q.float(), k_cache.float(), v_cache.float(), *rest)
     small = cache_of("NHD", 2, 32)
     refused("(64, 128, 256), got 32", op, values(4, 4, 32), *small, *rest)
+    codes, scale = torch.zeros_like(k_cache, dtype=torch.int8), torch.ones(())
+    coded = (codes, codes.clone(), TABLE, LENGTHS, None, scale, scale, *options)
+    refused("reads caches of the queries' torch.bfloat16, got torch.int8", op, q, *coded)
     other = v_cache.transpose(1, 2).contiguous().transpose(1, 2)
     refused("equal strides", op, q, k_cache, other, *rest)
     refused("but q has strides", op, values(4, 4, 68)[..., :64], k_cache, v_cache, *rest)

@@ -360,17 +360,18 @@ def append_call(layout: str = "NHD", head_dim: int = 64, heads: int = 2) -> tupl
     assert table.shape[1] == max_pages
     request = torch.tensor([0, 0, 1, 1, 1, 1, 2], dtype=torch.int32)
     positions = torch.tensor([2, 4, 0, -1, 8, 5, 0])
-    return k, v, *caches, table, request, positions, layout
+    return k, v, *caches, table, request, positions, None, None, layout
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_append_writes_the_tokens_that_have_a_place_and_no_other(fake: Fake, layout: str) -> None:
-    k, v, k_cache, v_cache, table, request, positions, _ = append_call(layout)
+    k, v, k_cache, v_cache, table, request, positions, *_ = append_call(layout)
     expected = k_cache.clone(), v_cache.clone()
     for cache, new in zip(expected, (k, v), strict=True):
         slots = cache if layout == "NHD" else cache.transpose(1, 2)
         slots[5, 2], slots[0, 0], slots[3, 0] = new[0], new[1], new[2]
-    flashinfer_ops.append_paged_kv(k, v, k_cache, v_cache, table, request, positions, layout)
+    tokens = (table, request, positions, None, None, layout)
+    flashinfer_ops.append_paged_kv(k, v, k_cache, v_cache, *tokens)
     assert torch.equal(k_cache, expected[0])
     assert torch.equal(v_cache, expected[1])
     assert fake.calls == ["append_paged_kv_cache"]
@@ -378,7 +379,7 @@ def test_append_writes_the_tokens_that_have_a_place_and_no_other(fake: Fake, lay
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_append_agrees_with_the_reference(fake: Fake, layout: str) -> None:
-    k, v, k_cache, v_cache, table, request, positions, _ = append_call(layout)
+    k, v, k_cache, v_cache, table, request, positions, *_ = append_call(layout)
     positions[3:] = -1
     got, expected = both(
         fusedops.append_paged_kv, k, v, k_cache, v_cache, table, request, positions, layout=layout
@@ -388,13 +389,13 @@ def test_append_agrees_with_the_reference(fake: Fake, layout: str) -> None:
 
 
 def test_append_of_padding_alone_launches_nothing(fake: Fake) -> None:
-    k, v, k_cache, v_cache, table, request, positions, layout = append_call()
+    k, v, k_cache, v_cache, table, request, positions, *rest = append_call()
     before = k_cache.clone()
     nowhere = torch.full_like(positions, -1)
     for call in (
-        (k, v, k_cache, v_cache, table, request, nowhere, layout),
-        (k[:0], v[:0], k_cache, v_cache, table, request[:0], positions[:0], layout),
-        (k, v, k_cache, v_cache, table[:, :0], request, positions, layout),
+        (k, v, k_cache, v_cache, table, request, nowhere, *rest),
+        (k[:0], v[:0], k_cache, v_cache, table, request[:0], positions[:0], *rest),
+        (k, v, k_cache, v_cache, table[:, :0], request, positions, *rest),
     ):
         flashinfer_ops.append_paged_kv(*call)
     assert fake.calls == []
@@ -402,8 +403,7 @@ def test_append_of_padding_alone_launches_nothing(fake: Fake) -> None:
 
 
 def test_append_refusals(fake: Fake) -> None:
-    k, v, k_cache, v_cache, table, request, positions, layout = call = append_call()
-    rest = (table, request, positions, layout)
+    k, v, k_cache, v_cache, *rest = call = append_call()
     refused("dropped on the host", "append_paged_kv", *call, pinned=False)
     floats = (k.float(), v.float(), k_cache.float(), v_cache.float())
     refused("takes bfloat16 and float16", "append_paged_kv", *floats, *rest)
@@ -411,6 +411,9 @@ def test_append_refusals(fake: Fake) -> None:
     refused("takes 1 to 128 heads of 64; got 129", "append_paged_kv", *append_call(heads=129))
     other = v_cache.transpose(1, 2).contiguous().transpose(1, 2)
     refused("equal strides of both caches", "append_paged_kv", k, v, k_cache, other, *rest)
+    codes, scale = torch.zeros_like(k_cache, dtype=torch.int8), torch.ones(())
+    coded = (codes, codes.clone(), *rest[:3], scale, scale, "NHD")
+    refused("appends without scales, to caches of torch.bfloat16", "append_paged_kv", k, v, *coded)
     shifted = values(7, 2, 68)[..., :64]
     refused("but v has strides", "append_paged_kv", k, shifted, k_cache, v_cache, *rest)
     wide = torch.empty(1, dtype=torch.int32).expand(2, 2**29)

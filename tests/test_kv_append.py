@@ -349,7 +349,8 @@ def test_bad_arguments_are_refused() -> None:
 def test_b37_opcheck(layout: str) -> None:
     k, v = normal(3, HEADS, HEAD_DIM), normal(3, HEADS, HEAD_DIM, seed=1)
     index, positions = torch.tensor([0, 1, 2]).int(), torch.tensor([0, 5, -1])
-    torch.library.opcheck(op, (k, v, *caches(layout), table(), index, positions, layout))
+    options = (None, None, layout)
+    torch.library.opcheck(op, (k, v, *caches(layout), table(), index, positions, *options))
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

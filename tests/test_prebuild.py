@@ -13,13 +13,16 @@ from typing import Any
 
 import pytest
 import torch
+from test_nvrtc import needs_wheels
 
+from fusedops.bench.cuda_programs import model_programs, rows_to_plan
 from fusedops.bench.precompile import H200, layer_problem, program_of
 from fusedops.bench.products import Layer
 from fusedops.cli import main
 from fusedops.cli.prebuild import model_config, model_problems, rows_to_ask
 from fusedops.config.files import tuning_key
 from fusedops.errors import ConfigError, KernelMissingError, LoadError, UnsupportedError
+from fusedops.jit import prebuild as prebuilding
 from fusedops.jit.dsl import (
     DslProgram,
     dsl_kernel,
@@ -27,9 +30,14 @@ from fusedops.jit.dsl import (
     missing_wheels,
     require_compiler,
 )
+from fusedops.jit.launch import cuda_module
 from fusedops.jit.location import CacheSettings
-from fusedops.jit.prebuild import KernelPool, _ensure
-from fusedops.jit.store import default_store
+from fusedops.jit.nvrtc import CUBIN, CudaProgram, lowered_names
+from fusedops.jit.prebuild import KernelPool, _ensure, key_of
+from fusedops.jit.store import Store, default_store
+from fusedops.ops.op import OPS
+from fusedops.providers.cuda_base import view_of
+from fusedops.providers.cuda_plan import Gpu
 from fusedops.providers.cutlass import choose_candidate
 from serving_demo.shapes import SHAPES
 
@@ -129,6 +137,66 @@ def test_a_models_problems_are_filed_like_its_layers_calls() -> None:
     assert all(choose_candidate(problem) for problem in found)
 
 
+GPU = Gpu(H200.arch, H200.sm_count)
+
+
+def planned(op: str, *args: Any) -> set[CudaProgram]:
+    """What the provider would load for a call of an operation, of tensors on the CPU."""
+    served = OPS[op]._implementations["cuda"][1].__self__  # type: ignore[attr-defined]
+    tensors, options = served.split(*args)
+    views = tuple(None if tensor is None else view_of(tensor) for tensor in tensors)
+    return {launch.program for launch in served.call._plan(views, GPU, *options).launches}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", ["llama3.2-1b", "llama3-8b"])
+def test_a_models_programs_hold_what_its_operations_load(shape: str, dtype: torch.dtype) -> None:
+    """Calls as ``serving_demo`` makes them, at numbers of rows around every change of layout."""
+    config = SHAPES[shape].config
+    programs = set(model_programs(config, dtype, 8192, GPU))
+    assert {program.file for program in programs} == {
+        *("norm.cu", "activation.cu", "rope_append.cu"),
+        *("embedding.cu", "sampling.cu", "reduce.cu"),
+    }
+    hidden, heads = config.hidden_size, config.n_heads + 2 * config.n_kv_heads
+    weight = torch.empty(hidden, dtype=dtype)
+    for rows in (1, 2, 15, 66, 67, 132, 133, 528, 1056, 1057, 4000):
+        x = torch.empty(rows, hidden, dtype=dtype)
+        assert planned("rms_norm", x, weight, 1e-5, 0.0, True) <= programs
+        for op in ("fused_add_rms_norm", "fused_add_rms_norm_"):
+            assert planned(op, x, x, weight, 1e-5, 0.0, True) <= programs
+        gate_up = torch.empty(rows, 2 * config.intermediate_size, dtype=dtype)
+        assert planned("act_and_mul", gate_up, "silu") <= programs
+    for rows in (1, 7, 64):
+        logits = torch.empty(rows, config.vocab_size, dtype=dtype)
+        numbers, seeds = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
+        assert planned("greedy", logits) <= programs
+        assert planned("sample", logits, numbers, seeds, numbers.int(), numbers) <= programs
+        qkv = torch.empty(rows, heads, config.head_dim, dtype=dtype)
+        q, k, v = qkv.split((config.n_heads, config.n_kv_heads, config.n_kv_heads), dim=1)
+        places = torch.zeros(rows, dtype=torch.int32)
+        cos_sin = torch.empty(9, config.head_dim)
+        for op in ("rope", "rope_"):
+            assert planned(op, q, k, places, cos_sin, "halves") <= programs
+        for stored in (dtype, torch.float8_e4m3fn, torch.int8):
+            cache = torch.empty(3, 16, config.n_kv_heads, config.head_dim, dtype=stored)
+            paged = (cache, cache, places[:, None], places)
+            scale = None if stored is dtype else torch.tensor(0.5)
+            append = (k, v, *paged, places, scale, scale, "NHD")
+            assert planned("append_paged_kv", *append) <= programs
+            both = (q, k, v, places, cos_sin, *paged, scale, scale, "halves", "NHD")
+            assert planned("rope_append_paged_kv_", *both) <= programs
+    table = torch.empty(50, hidden, dtype=dtype)
+    for ids in (torch.zeros(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int64)):
+        for op in ("embedding", "embedding_sumsq"):
+            assert planned(op, ids, table) <= programs
+
+
+def test_rows_are_planned_one_by_one_as_far_as_layouts_change() -> None:
+    assert rows_to_plan(5, GPU) == [1, 2, 3, 4, 5]
+    assert rows_to_plan(8192, GPU) == [*range(1, 1058), 8192]
+
+
 # Bad input
 
 
@@ -183,26 +251,32 @@ def test_a_killed_compiler_is_a_build_error_that_names_the_kernel(tmp_path: Path
 
 
 @needs_dsl
+@needs_wheels
 def test_prebuilt_kernels_are_used_where_compiling_is_forbidden(
     folder: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The head alone of a tiny model, so that one kernel is compiled."""
+    """The head and the look-up of tokens of a tiny model, so that few kernels are compiled."""
     overlay = tmp_path / "overlay"
+    every = model_programs(model_config(str(folder)), torch.bfloat16, 1, GPU)
+    embedding, other = [each for each in every if each.file == "embedding.cu"][:2]
 
     def head_only(config: Any, m: int, dtype: torch.dtype) -> dict[str, Layer]:
         return {"lm_head": Layer(m, config.vocab_size, config.hidden_size, dtype=dtype)}
 
     monkeypatch.setattr("fusedops.bench.tune_problems.decoder_layers", head_only)
+    monkeypatch.setattr(
+        "fusedops.bench.cuda_programs.model_programs", lambda *sizes: [embedding, other]
+    )
     arguments = ["prebuild", str(folder), "--out", str(overlay), "--rows", "8", "--workers", "1"]
     assert main(arguments) == 0
     first = capsys.readouterr().out
-    assert re.search(r"1 kernel\(s\) in .* 1 compiled, 0 there already, 0 failed", first)
+    assert re.search(r"3 kernel\(s\) in .* 3 compiled, 0 there already, 0 failed", first)
     assert f"FUSEDOPS_OVERLAY={overlay}" in first.replace("\n", "")
     assert main(arguments) == 0
-    assert "0 compiled, 1 there already" in capsys.readouterr().out
+    assert "0 compiled, 3 there already" in capsys.readouterr().out
 
     program = program_of(layer_problem(Layer(5, 512, 256), H200))
     monkeypatch.setenv("FUSEDOPS_COMPILE", "0")
@@ -210,9 +284,38 @@ def test_prebuilt_kernels_are_used_where_compiling_is_forbidden(
     monkeypatch.delenv("FUSEDOPS_OVERLAY", raising=False)
     with pytest.raises(KernelMissingError, match="fusedops prebuild"):
         dsl_kernel(program, H200.arch)
+    with pytest.raises(KernelMissingError, match="fusedops prebuild"):
+        cuda_module(embedding, H200.arch)
     monkeypatch.setenv("FUSEDOPS_OVERLAY", str(overlay))
     assert callable(dsl_kernel(program, H200.arch))
-    assert default_store().counts == {"overlay": 1}
+    (name,) = embedding.kernels
+    assert cuda_module(embedding, H200.arch).kernel(name, ("pointer",)).name == name
+    assert default_store().counts == {"overlay": 2}
+
+
+def test_every_program_of_csrc_is_found_where_compiling_is_forbidden(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a compiler that only writes down what it was asked for."""
+
+    def compile_fake(program: CudaProgram, arch: str, where: Path) -> dict[str, str]:
+        (where / CUBIN).write_bytes(b"cubin")
+        return {f"kernel {name}": name for name in program.kernels}
+
+    monkeypatch.setattr(prebuilding, "compile_program", compile_fake)
+    overlay = tmp_path / "overlay"
+    programs = model_programs(model_config(str(folder)), torch.bfloat16, 300, GPU)
+    for program in programs:
+        assert _ensure(lambda p=program: p, GPU.arch, CacheSettings(overlay), True).ok
+    monkeypatch.setenv("FUSEDOPS_COMPILE", "0")
+    store = Store(CacheSettings(tmp_path / "empty", (overlay,)))
+    for program in programs:
+        entry = store.ensure(key_of(program, GPU.arch), lambda where: {})
+        assert tuple(lowered_names(entry.info)) == program.kernels
+    assert store.counts == {"overlay": len(programs)}
+    other = CudaProgram(programs[0].file, ("fusedops::other",))
+    with pytest.raises(KernelMissingError, match="fusedops prebuild"):
+        store.ensure(key_of(other, GPU.arch), lambda where: {})
 
 
 @pytest.mark.parametrize(

@@ -108,8 +108,8 @@ def test_bad_arguments_are_refused() -> None:
 def test_b37_opcheck(layout: str) -> None:
     q, k, v = (x.contiguous() for x in qkv(3))
     index = torch.tensor([0, 1, 2], dtype=torch.int32)
-    args = (q, k, v, index, rope_table(D, 16), *caches(layout), TABLE, index, "halves", layout)
-    torch.library.opcheck(op, args)
+    tensors = (q, k, v, index, rope_table(D, 16), *caches(layout), TABLE, index)
+    torch.library.opcheck(op, (*tensors, None, None, "halves", layout))
 
 
 def test_one_token_joined_or_apart() -> None:

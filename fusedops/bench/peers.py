@@ -11,6 +11,7 @@ import functools
 import importlib
 import importlib.metadata
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,14 +24,19 @@ from fusedops.bench.contenders import Contender
 from fusedops.bench.cublaslt_abi import library_version
 from fusedops.bench.data import Buffers
 from fusedops.bench.measurement import Absent
+from fusedops.epilogue.activations import ACTIVATIONS
 from fusedops.errors import ConfigError, UnsupportedError
 
 __all__ = [
+    "COMPILE_BUDGET",
     "PEERS",
     "Available",
+    "CompileBudget",
     "act_and_mul_peers",
     "add_rms_norm_peers",
+    "compiled_peers",
     "fresh_compile",
+    "layer_norm_peers",
     "peer_status",
     "rms_norm_peers",
     "sum_peers",
@@ -136,6 +142,71 @@ def fresh_compile(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=False, fullgraph=True)
 
 
+class CompileBudget:
+    """Seconds that torch.compile may take from the memory-bound rows of one process.
+
+    Each row has a function of its own to compile, which takes seconds: some fifty of them would
+    take more of a run than all that is measured.
+
+    Args:
+        limit_s: once so much is spent, later rows go without it and say so.
+        clock: seconds.
+    """
+
+    def __init__(self, limit_s: float, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.limit_s = limit_s
+        self.spent_s = 0.0
+        self._clock = clock
+
+    def status(self) -> Available | Absent:
+        """Whether torch.compile works here and has time left."""
+        status = peer_status(["torch.compile"])["torch.compile"]
+        if isinstance(status, Available) and self.spent_s >= self.limit_s:
+            return Absent(
+                f"left out: compiling had taken {self.spent_s:.0f} s of this run, and "
+                f"{self.limit_s:.0f} s are allowed"
+            )
+        return status
+
+    def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``fresh_compile`` whose first call, in which torch compiles, counts."""
+        compiled = fresh_compile(function)
+        is_first = True
+
+        def call(*args: Any) -> Any:
+            nonlocal is_first
+            if not is_first:
+                return compiled(*args)
+            is_first = False
+            start = self._clock()
+            try:
+                return compiled(*args)
+            finally:
+                self.spent_s += self._clock() - start
+
+        return call
+
+
+COMPILE_BUDGET = CompileBudget(30.0)
+"""What the rows of this process share."""
+
+
+def compiled_peers(function: Callable[..., Any], check: Check) -> list[Contender]:
+    """``function`` of a row's inputs by torch.compile, where it works and has time left."""
+    if not isinstance(COMPILE_BUDGET.status(), Available):
+        return []
+    compiled = COMPILE_BUDGET.compile(function)
+    return [Contender("torch.compile", lambda b: compiled(*b.inputs), check)]
+
+
+def _with_compiled(
+    function: Callable[..., Any], check: Check, found: list[Contender]
+) -> list[Contender]:
+    """torch first, its compiled form second, then the others."""
+    plain = [Contender("torch", lambda b: function(*b.inputs), check)]
+    return [*plain, *compiled_peers(function, check), *found]
+
+
 def _present(candidates: dict[str, Callable[[], Contender]]) -> list[Contender]:
     """The contenders whose peers are available, made only then."""
     status = peer_status(list(candidates))
@@ -147,10 +218,6 @@ def rms_norm_peers(check: Check, eps: float) -> list[Contender]:
 
     def plain(x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
-
-    def compiled() -> Contender:
-        function = fresh_compile(plain)
-        return Contender("torch.compile", lambda b: function(*b.inputs), check)
 
     def flashinfer() -> Contender:
         norm = importlib.import_module("flashinfer.norm")
@@ -164,15 +231,8 @@ def rms_norm_peers(check: Check, eps: float) -> list[Contender]:
         kernel = importlib.import_module("fusedops.bench.triton_kernels").rms_norm
         return Contender("triton", lambda b: kernel(*b.inputs, eps), check)
 
-    return _present(
-        {
-            "torch": lambda: Contender("torch", lambda b: plain(*b.inputs), check),
-            "torch.compile": compiled,
-            "flashinfer": flashinfer,
-            "quack": quack,
-            "triton": triton,
-        }
-    )
+    others = _present({"flashinfer": flashinfer, "quack": quack, "triton": triton})
+    return _with_compiled(plain, check, others)
 
 
 def add_rms_norm_peers(check: Check, eps: float) -> list[Contender]:
@@ -184,10 +244,6 @@ def add_rms_norm_peers(check: Check, eps: float) -> list[Contender]:
     def plain(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         added = x + residual
         return F.rms_norm(added, (x.shape[-1],), weight, eps), added
-
-    def compiled() -> Contender:
-        function = fresh_compile(plain)
-        return Contender("torch.compile", lambda b: function(*b.inputs), check)
 
     def flashinfer() -> Contender:
         norm = importlib.import_module("flashinfer.norm")
@@ -209,38 +265,66 @@ def add_rms_norm_peers(check: Check, eps: float) -> list[Contender]:
 
         return Contender("quack", run, check)
 
-    return _present(
-        {
-            "torch": lambda: Contender("torch", lambda b: plain(*b.inputs), check),
-            "torch.compile": compiled,
-            "flashinfer": flashinfer,
-            "quack": quack,
-        }
-    )
+    return _with_compiled(plain, check, _present({"flashinfer": flashinfer, "quack": quack}))
 
 
-def act_and_mul_peers(check: Check) -> list[Contender]:
-    """``silu(x[:, :d]) * x[:, d:]`` of one input (rows, 2 d)."""
+def layer_norm_peers(check: Check, eps: float) -> list[Contender]:
+    """LayerNorm of inputs (x, weight, bias), the parameters in float32.
+
+    torch wants them in the dtype of ``x``; they are converted outside the timing. Those of
+    FlashInfer and QuACK are float32.
+    """
+
+    def plain(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+
+    def converted(buffers: Buffers) -> tuple[Tensor, ...]:
+        x, *parameters = buffers.inputs
+        return (x, *(parameter.to(x.dtype) for parameter in parameters))
+
+    # Looked up when they run, so that a release without them is a row with that reason.
+    def by(module: str, function: str) -> Callable[[Buffers], Tensor]:
+        def run(buffers: Buffers) -> Tensor:
+            norm = getattr(importlib.import_module(module), function)
+            return norm(*buffers.inputs, eps=eps)  # type: ignore[no-any-return]
+
+        return run
+
+    found = [Contender("torch", lambda tensors: plain(*tensors), check, prepare=converted)]
+    if isinstance(COMPILE_BUDGET.status(), Available):
+        compiled = COMPILE_BUDGET.compile(plain)
+        found.append(
+            Contender("torch.compile", lambda tensors: compiled(*tensors), check, converted)
+        )
+    others = {
+        "flashinfer": lambda: Contender("flashinfer", by("flashinfer.norm", "layernorm"), check),
+        "quack": lambda: Contender("quack", by("quack.rmsnorm", "layernorm_fwd"), check),
+    }
+    return found + _present(others)
+
+
+_FLASHINFER_ACTIVATIONS = {
+    "silu": "silu_and_mul",
+    "gelu": "gelu_and_mul",
+    "gelu_tanh": "gelu_tanh_and_mul",
+}
+
+
+def act_and_mul_peers(check: Check, act: str = "silu") -> list[Contender]:
+    """``act(x[:, :d]) * x[:, d:]`` of one input (rows, 2 d)."""
+    formula = ACTIVATIONS[act].formula
 
     def plain(x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate) * up
-
-    def compiled() -> Contender:
-        function = fresh_compile(plain)
-        return Contender("torch.compile", lambda b: function(*b.inputs), check)
+        return formula(gate) * up
 
     def flashinfer() -> Contender:
         activation = importlib.import_module("flashinfer.activation")
-        return Contender("flashinfer", lambda b: activation.silu_and_mul(*b.inputs), check)
+        function = getattr(activation, _FLASHINFER_ACTIVATIONS[act])
+        return Contender("flashinfer", lambda b: function(*b.inputs), check)
 
-    return _present(
-        {
-            "torch": lambda: Contender("torch", lambda b: plain(*b.inputs), check),
-            "torch.compile": compiled,
-            "flashinfer": flashinfer,
-        }
-    )
+    others = {"flashinfer": flashinfer} if act in _FLASHINFER_ACTIVATIONS else {}
+    return _with_compiled(plain, check, _present(others))
 
 
 class _Stream:
@@ -250,22 +334,23 @@ class _Stream:
         return 0, torch.cuda.current_stream().cuda_stream
 
 
-def sum_peers(check: Check) -> list[Contender]:
-    """The sum of all elements of one input, a contiguous float32 or int32 tensor; shape (1,)."""
+def sum_peers(check: Check, op: str = "sum") -> list[Contender]:
+    """The sum or the maximum (``op``) of one contiguous float32 or int32 input; shape (1,)."""
 
     def cub() -> Contender:
         import numpy as np
 
         compute = importlib.import_module("cuda.compute")
+        kind = compute.OpKind.PLUS if op == "sum" else compute.OpKind.MAXIMUM
 
         def prepare(buffers: Buffers) -> Any:
             data = buffers.inputs[0].flatten()
             out = torch.empty(1, dtype=data.dtype, device=data.device)
-            start = np.zeros(1, dtype=str(data.dtype).removeprefix("torch."))
-            reduce = compute.make_reduce_into(
-                d_in=data, d_out=out, op=compute.OpKind.PLUS, h_init=start
-            )
-            call = {"d_in": data, "d_out": out, "op": compute.OpKind.PLUS, "h_init": start}
+            dtype = np.dtype(str(data.dtype).removeprefix("torch."))
+            least = -np.inf if dtype.kind == "f" else np.iinfo(dtype).min
+            start = np.full(1, 0 if op == "sum" else least, dtype=dtype)
+            reduce = compute.make_reduce_into(d_in=data, d_out=out, op=kind, h_init=start)
+            call = {"d_in": data, "d_out": out, "op": kind, "h_init": start}
             call |= {"num_items": data.numel(), "stream": _Stream()}
             size = reduce(temp_storage=None, **call)
             storage = torch.empty(max(int(size), 1), dtype=torch.uint8, device=data.device)
@@ -279,6 +364,7 @@ def sum_peers(check: Check) -> list[Contender]:
         return Contender("cub", run, check, prepare=prepare)
 
     def plain(buffers: Buffers) -> Tensor:
-        return torch.sum(buffers.inputs[0], dtype=buffers.inputs[0].dtype).view(1)
+        x = buffers.inputs[0]
+        return (torch.sum(x, dtype=x.dtype) if op == "sum" else x.amax()).view(1)
 
     return _present({"torch": lambda: Contender("torch", plain, check), "cub": cub})

@@ -1,4 +1,4 @@
-"""``fusedops prebuild``: compiles a model's GEMM kernels on a machine that need not have a GPU."""
+"""``fusedops prebuild``: compiles a model's kernels on a machine that need not have a GPU."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from fusedops.errors import ConfigError
 from fusedops.jit.cache import total_bytes
 from fusedops.jit.dsl import require_compiler
 from fusedops.jit.location import OVERLAY_VARIABLE, CacheSettings, make_dir
-from fusedops.jit.prebuild import KernelPool
+from fusedops.jit.prebuild import KernelPool, Work
 from serving_demo.shapes import SHAPES
 
 if TYPE_CHECKING:
     from fusedops.bench.precompile import Target
+    from fusedops.jit.nvrtc import CudaProgram
     from fusedops.problem import GemmProblem
     from serving_demo.config import ModelConfig
 
@@ -121,6 +122,11 @@ def model_problems(
             yield layer_problem(layer, target)
 
 
+def itself(program: CudaProgram) -> CudaProgram:
+    """Work that has been done: the program."""
+    return program
+
+
 def prebuild(
     model: Annotated[
         str,
@@ -139,11 +145,13 @@ def prebuild(
         whole("--workers", "Processes that compile", minimum=1, default="one a core, at most 32"),
     ] = None,
 ) -> None:
-    """Compile the GEMM kernels that a model needs into a folder; needs no GPU.
+    """Compile the kernels that a model needs into a folder; needs no GPU.
 
     On the machine with the GPU, FUSEDOPS_OVERLAY=DIR has them used without compiling.
     """
+    from fusedops.bench.cuda_programs import model_programs
     from fusedops.bench.precompile import H200, program_of
+    from fusedops.providers.cuda_plan import Gpu
 
     config = model_config(model)
     require_folder_to_fill(out)
@@ -151,13 +159,11 @@ def prebuild(
     make_folder(out)
     target = console()
     with KernelPool(arch, CacheSettings(out.absolute()), shared=True, workers=workers) as pool:
-        works = {
-            pool.submit(work): work
-            for work in (
-                functools.partial(program_of, problem)
-                for problem in model_problems(config, H200, rows, DTYPE_WORDS[dtype])
-            )
-        }
+        problems = model_problems(config, H200, rows, DTYPE_WORDS[dtype])
+        programs = model_programs(config, DTYPE_WORDS[dtype], rows, Gpu(arch, H200.sm_count))
+        wanted: list[Work] = [functools.partial(program_of, problem) for problem in problems]
+        wanted += [functools.partial(itself, program) for program in programs]
+        works = {pool.submit(work): work for work in wanted}
         failed = compile_all(pool, works, target)
     size = format_bytes(total_bytes(out.absolute()))
     target.print(f"use them with {OVERLAY_VARIABLE}={out.absolute()}", markup=False, soft_wrap=True)

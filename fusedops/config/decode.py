@@ -101,7 +101,7 @@ class DecodeTile:
 
     def config(self, m: int, element_bytes: int, norm_bytes: int = 0) -> DecodeConfig:
         """The compiled configuration that serves ``m`` rows, with or without a norm in front."""
-        bucket = m_bucket(m)
+        bucket = m_bucket(m, norm_bytes > 0)
         stages = self.stages(bucket, element_bytes, norm_bytes)
         return DecodeConfig(
             self.rows,
@@ -140,7 +140,8 @@ class DecodeTile:
         if problem.spec.prologue != NO_PROLOGUE and (refusal := _prologue_refusal(problem)):
             return refusal
         norm_bytes = self.norm_bytes(problem)
-        if self.stages(m_bucket(problem.m), problem.x_dtype.itemsize, norm_bytes) < 3:
+        bucket = m_bucket(problem.m, norm_bytes > 0)
+        if self.stages(bucket, problem.x_dtype.itemsize, norm_bytes) < 3:
             return "fewer than 3 stages fit the shared memory"
         for node in problem.spec.epilogue:
             parts = getattr(node, "parts", None)
@@ -185,10 +186,14 @@ def _prologue_refusal(problem: GemmProblem) -> str | None:
     return None
 
 
-def m_bucket(m: int) -> int:
-    """The padded M that serves ``m`` rows; ConfigError beyond the largest bucket."""
+def m_bucket(m: int, norm: bool = False) -> int:
+    """The padded M that serves ``m`` rows; ConfigError beyond the largest bucket.
+
+    With a norm in front it is a power of two: the threads that add up a row's statistics share a
+    warp evenly.
+    """
     for bucket in DECODE_BUCKETS:
-        if m <= bucket:
+        if m <= bucket and not (norm and bucket & (bucket - 1)):
             return bucket
     raise ConfigError(f"M={m}: the decode kernel serves at most {DECODE_BUCKETS[-1]} rows.")
 

@@ -1,13 +1,16 @@
 """Adding the partial sums of a cluster's two CTAs through distributed shared memory.
 
-Sources: PTX ISA, "mapa", "st" (.shared::cluster), "mbarrier.arrive".
+The sums are sent by stores that complete transactions of the receiver's barrier: what the receiver
+waits for is one way through the cluster, with neither a fence nor an arrival behind the data. A CTA
+has received all that its peer sends before it ends, so the cluster need not meet once more.
+
+Sources: PTX ISA, "mapa", "st.async", "mbarrier" (expect-tx and complete-tx operations).
 """
 
 from __future__ import annotations
 
 import cutlass
-from cutlass import Int32, cute
-from cutlass._mlir.dialects.nvvm import MemScopeKind
+from cutlass import Float32, Int32, cute
 
 __all__ = ["exchange_halves"]
 
@@ -23,33 +26,69 @@ def exchange_halves(
     thread: Int32,
     step: Int32,
 ) -> None:
-    """Send the peer its half of the partial sums and add the half it sends."""
-    consumers, owned = exchange.shape
+    """Send the peer its half of the partial sums and add the half it sends.
+
+    Args:
+        acc: a consumer thread's partial sums; the CTA of rank r owns every second one from r on.
+        mine: the sums that the thread owns.
+        exchange: (consumer threads, owned) of shared memory, 16-byte aligned: an owned vector of
+            four (two where there are no more) lies beside those of the neighbouring threads.
+        received: barrier of one arrival; its transactions are the peer's stores.
+        drained: barrier that the peer's consumer threads arrive at when they have read a step's
+            sums.
+        step: tiles that the CTA has finished.
+    """
+    threads, owned = exchange.shape
+    vector = 4 if owned % 4 == 0 else 2
+    if thread == 0:
+        cute.arch.mbarrier_arrive_and_expect_tx(received, threads * owned * 4)
     if step > 0:
         cute.arch.mbarrier_wait(drained, (step - 1) & 1)
-    for mine_rank in cutlass.range_constexpr(2):
-        if rank == mine_rank:
-            remote = cute.arch.inline_ptx(
-                "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};",
-                write_only_types=[Int32],
-                read_only_args=[
-                    Int32((exchange.iterator + exchange.layout((thread, 0))).toint()),
-                    Int32(1 - mine_rank),
-                ],
-            )
-            for j in cutlass.range_constexpr(owned):
-                source = (j >> 1) * 4 + (j & 1) * 2
-                mine[j] = acc[source + mine_rank]
-                cute.arch.inline_ptx(
-                    "st.shared::cluster.f32 [{$r0}], {$r1};",
-                    read_only_args=[
-                        Int32(remote + j * consumers * 4),
-                        acc[source + 1 - mine_rank],
-                    ],
-                )
-    cute.arch.mbarrier_arrive(received, 1 - rank, scope=MemScopeKind.CLUSTER)
+    base = Int32(exchange.iterator.toint()) + thread * (4 * vector)
+    for own in cutlass.range_constexpr(2):
+        if rank == own:
+            remote, barrier = _mapped(base, 1 - own), _mapped(Int32(received.toint()), 1 - own)
+            for first in cutlass.range_constexpr(0, owned, vector):
+                sent = [acc[_source(first + e, 1 - own)] for e in range(vector)]
+                _send(remote + first * (4 * threads), sent, barrier)
+                for e in cutlass.range_constexpr(vector):
+                    mine[first + e] = acc[_source(first + e, own)]
     cute.arch.mbarrier_wait(received, step & 1)
-    cute.arch.fence_acq_rel_cluster()
     # Two terms: their sum does not depend on the order, and one CTA alone computes it.
-    for j in cutlass.range_constexpr(owned):
-        mine[j] = mine[j] + exchange[thread, j]
+    for first in cutlass.range_constexpr(0, owned, vector):
+        given = _received(base + first * (4 * threads), vector)
+        for e in cutlass.range_constexpr(vector):
+            mine[first + e] = mine[first + e] + given[e]
+
+
+def _source(j: int, rank: int) -> int:
+    """Accumulator of owned value ``j`` of a rank: of each pair of columns it has one."""
+    return (j >> 1) * 4 + (j & 1) * 2 + rank
+
+
+def _mapped(address: Int32, rank: int) -> Int32:
+    """The address in the shared memory of the cluster's CTA ``rank``."""
+    return cute.arch.inline_ptx(
+        "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};",
+        write_only_types=[Int32],
+        read_only_args=[address, Int32(rank)],
+    )
+
+
+def _send(address: Int32, values: list[Float32], barrier: Int32) -> None:
+    registers = ", ".join(f"{{$r{e + 2}}}" for e in range(len(values)))
+    cute.arch.inline_ptx(
+        f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v{len(values)}.f32 "
+        f"[{{$r0}}], {{{registers}}}, [{{$r1}}];",
+        read_only_args=[address, barrier, *values],
+    )
+
+
+def _received(address: Int32, vector: int) -> tuple[Float32, ...]:
+    registers = ", ".join(f"{{$w{e}}}" for e in range(vector))
+    values: tuple[Float32, ...] = cute.arch.inline_ptx(
+        f"ld.shared.v{vector}.f32 {{{registers}}}, [{{$r0}}];",
+        write_only_types=[Float32] * vector,
+        read_only_args=[address],
+    )
+    return values

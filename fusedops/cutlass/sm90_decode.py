@@ -229,7 +229,7 @@ class DecodeGemm:
                     cute.arch.mbarrier_init(empty + i, warps)
                     if const_expr(self.normalize is not None):
                         cute.arch.mbarrier_init(ready + i, self.normalize.group_warps)
-                cute.arch.mbarrier_init(received, consumers)
+                cute.arch.mbarrier_init(received, 1)
                 cute.arch.mbarrier_init(drained, consumers)
             cute.arch.mbarrier_init_fence()
             cute.arch.sync_warp()
@@ -342,10 +342,6 @@ class DecodeGemm:
                     clusters,
                     m_size,
                 )
-        if const_expr(split > 1):
-            # A CTA's shared memory must outlive the other's last remote write to it.
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
 
     def _emission(self, tensors: Any) -> ChainEmission:
         first = self.prologue_count

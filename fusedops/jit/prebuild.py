@@ -1,7 +1,8 @@
 """Compiling many kernels at once, ahead of their use and without a GPU, in processes of their own.
 
 A kernel of the DSL takes one to three seconds on one core, and tracing holds the interpreter's
-lock, so that only processes run at the same time. They write to the store; nothing is loaded.
+lock, so that only processes run at the same time. They write to the store; nothing is loaded. What
+csrc has takes tenths of a second each and is compiled in the same way.
 """
 
 from __future__ import annotations
@@ -12,20 +13,23 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from fusedops.errors import BuildError, ConfigError, FusedOpsError
 from fusedops.jit.dsl import DslProgram, compile_dsl, dsl_key
+from fusedops.jit.key import KernelKey
 from fusedops.jit.location import CacheSettings
+from fusedops.jit.nvrtc import CudaProgram, compile_program, program_key
 from fusedops.jit.store import Store
 
-__all__ = ["Compiled", "KernelPool", "Work"]
+__all__ = ["Compiled", "KernelPool", "Work", "key_of"]
 
-Work = Callable[[], DslProgram]
+Work = Callable[[], DslProgram | CudaProgram]
 """Makes a program; picklable, e.g. ``functools.partial`` of a module's function and its data."""
 
 
@@ -54,15 +58,30 @@ class Compiled:
         return cls("failed", f"{type(error).__name__}: {error}", seconds)
 
 
+def key_of(program: DslProgram | CudaProgram, arch: str) -> KernelKey:
+    """The key under which the store keeps a program for ``arch``.
+
+    Raises:
+        BuildError, ConfigError: as ``dsl_key`` and ``program_key``.
+    """
+    if isinstance(program, CudaProgram):
+        return program_key(program, arch)
+    return dsl_key(program, arch)
+
+
+def _compile(program: DslProgram | CudaProgram, arch: str, folder: Path) -> Mapping[str, str]:
+    if isinstance(program, CudaProgram):
+        return compile_program(program, arch, folder)
+    return compile_dsl(program, arch, folder)
+
+
 def _ensure(work: Work, arch: str, settings: CacheSettings, shared: bool) -> Compiled:
     """Put a kernel into the store, in whatever process this runs."""
     started = time.monotonic()
     program = work()
     store = Store(settings, shared=shared)
     try:
-        entry = store.ensure(
-            dsl_key(program, arch), lambda folder: compile_dsl(program, arch, folder)
-        )
+        entry = store.ensure(key_of(program, arch), lambda folder: _compile(program, arch, folder))
     except (FusedOpsError, OSError) as error:
         return Compiled.failure(error, time.monotonic() - started)
     return Compiled(entry.origin, "", time.monotonic() - started)
@@ -131,7 +150,7 @@ class KernelPool:
 
     def submit(self, work: Work) -> str:
         """Have a kernel compiled unless it is there; returns its name for ``result`` at once."""
-        key = dsl_key(work(), self.arch)
+        key = key_of(work(), self.arch)
         if key.digest not in self._futures:
             entry = self._store.find(key)
             if entry is None:
@@ -195,7 +214,7 @@ class KernelPool:
                     _ensure, work, self.arch, self._settings, self._shared
                 ).result()
             except BrokenProcessPool:
-                kernel = dsl_key(work(), self.arch).describe()
+                kernel = key_of(work(), self.arch).describe()
                 error = BuildError(
                     f"{kernel}: the compiler's process was killed or crashed, also with no other "
                     "beside it. Its last words may stand on stderr; if the system killed it for "

@@ -20,6 +20,7 @@ from fusedops.check import (
 from fusedops.errors import ConfigError, ShapeError
 from fusedops.ops.attention_torch import Attention, attend_batched, attend_on_host
 from fusedops.ops.guards import empty_contiguous
+from fusedops.ops.kv_scale import require_positive_scales
 from fusedops.ops.op import Op, entry
 from fusedops.ops.paged import check_paged_cache, check_paged_metadata, slots_view
 
@@ -33,6 +34,8 @@ def _check(
     block_table: Tensor,
     seq_lens: Tensor,
     query_start: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     max_query_len: int,
     scale: float,
     causal: bool,
@@ -45,7 +48,7 @@ def _check(
         require_dtype(op, "q", q, ACTIVATION_DTYPES)
     if q.dim() != 3:
         require_dim(op, "q", q, 3, exactly=True)
-    check_paged_cache(op, k_cache, v_cache, block_table, layout, q, None)
+    check_paged_cache(op, k_cache, v_cache, block_table, layout, q, None, k_scale, v_scale)
     heads = k_cache.shape[2 if layout == "NHD" else 1]
     if heads == 0 or q.shape[1] % heads or q.shape[2] == 0:
         raise ShapeError(
@@ -87,6 +90,8 @@ def _reference(
     block_table: Tensor,
     seq_lens: Tensor,
     query_start: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     max_query_len: int,
     scale: float,
     causal: bool,
@@ -96,15 +101,16 @@ def _reference(
 ) -> Tensor:
     k_slots, v_slots = slots_view(k_cache, layout), slots_view(v_cache, layout)
     run = attend_on_host if q.is_cpu else attend_batched
-    options = Attention(scale, causal, window, softcap)
+    options = Attention(scale, causal, window, softcap, k_scale, v_scale)
     return run(q, k_slots, v_slots, block_table, seq_lens, query_start, max_query_len, options)
 
 
 Op(
     "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table,"
-    " Tensor seq_lens, Tensor? query_start, int max_query_len, float scale, bool causal,"
-    " int window, float softcap, str layout) -> Tensor",
+    " Tensor seq_lens, Tensor? query_start, Tensor? k_scale, Tensor? v_scale, int max_query_len,"
+    " float scale, bool causal, int window, float softcap, str layout) -> Tensor",
     check=_check,
+    check_values=lambda *args: require_positive_scales("paged_attention", *args[6:8]),
     fake=lambda q, *_rest: empty_contiguous(q),
     reference=_reference,
 )
@@ -129,6 +135,8 @@ def paged_attention(
     seq_lens: Tensor,
     query_start: Tensor | None = None,
     *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     max_query_len: int = 1,
     scale: float | None = None,
     causal: bool = True,
@@ -146,13 +154,16 @@ def paged_attention(
     Args:
         q: (T, Hq, D), float32, bfloat16 or float16.
         k_cache, v_cache: (pages, page_size, Hkv, D) for layout "NHD", (pages, Hkv, page_size, D)
-            for "HND"; dtype of ``q``; Hq a multiple of Hkv (grouped queries: head h reads KV head
-            h // (Hq / Hkv)).
+            for "HND"; both of the dtype of ``q``, or both float8_e4m3fn or int8; Hq a multiple of
+            Hkv (grouped queries: head h reads KV head h // (Hq / Hkv)).
         block_table: (B, max_pages) int32, the pages of each request in order; entries behind its
             last used page are not read.
         seq_lens: (B,) int32, KV length of each request with its queries; 0 gives rows of zeros.
         query_start: (B + 1,) int32, offsets of each request's queries in ``q``, from 0; None: a
             decode step, one query a request. Rows of ``q`` behind the last offset give zeros.
+        k_scale, v_scale: for 8-bit caches, and only for them: float32 on the caches' device, () or
+            one for each KV head, (Hkv,); what the cache holds is multiplied by it in float32. The
+            scales that ``append_paged_kv`` stored with.
         max_query_len: upper bound of the number of queries of one request.
         scale: factor of q.k; None: 1 / sqrt(D).
         causal: whether later keys are masked.
@@ -170,7 +181,8 @@ def paged_attention(
             zeros and nothing is read out of bounds; ``check_paged_metadata`` checks on the host.
         ShapeError: shapes do not agree; query_start (on the CPU) does not start at 0, decreases,
             exceeds T, or gives a request more than ``max_query_len`` queries.
-        DTypeError, DeviceError, ConfigError: an argument is not as described.
+        DTypeError, DeviceError, ConfigError: an argument is not as described; scales for a cache
+            that takes none, or none for an 8-bit one.
         UnsupportedError: an input requires grad while grad mode is on.
 
     Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with
@@ -183,6 +195,8 @@ def paged_attention(
         block_table,
         seq_lens,
         query_start,
+        k_scale,
+        v_scale,
         max_query_len,
         _default_scale(q) if scale is None else scale,
         causal,

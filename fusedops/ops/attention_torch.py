@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedops.errors import PositionError, ShapeError
+from fusedops.ops.kv_scale import codes, from_codes
 from fusedops.ops.paged import require_length, require_pages
 
 __all__ = ["Attention", "attend_batched", "attend_on_host"]
@@ -26,6 +27,8 @@ class Attention(NamedTuple):
     causal: bool
     window: int
     softcap: float
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
 
 def attend_on_host(
@@ -123,7 +126,7 @@ def _attend_single(
     grouped = (requests, heads, query_heads // heads, head_dim)
     scaled = torch.mul(q if q.dtype is torch.float32 else q.float(), options.scale)
     out = torch.empty(grouped, dtype=torch.float32, device="cpu")
-    read = _key_reader(k_slots, v_slots)
+    read = _key_reader(k_slots, v_slots, options)
     for rows, result, row, length in zip(
         scaled.view(grouped).unbind(), out.unbind(), pages, lengths, strict=True
     ):
@@ -153,7 +156,7 @@ def _attend_one(
     if options.window:
         first_page = max(0, length - queries - options.window + 1) // page_size
     first_key = first_page * page_size
-    k, v = _key_reader(k_slots, v_slots)(pages[first_page:], 0, length - first_key)
+    k, v = _key_reader(k_slots, v_slots, options)(pages[first_page:], 0, length - first_key)
     k = k.transpose(1, 2)
     full = queries == length and options.causal and not options.window
     if full and queries > 1 and not options.softcap:
@@ -180,7 +183,7 @@ _Read = Callable[[list[int], int, int], tuple[Tensor, Tensor]]
 from slot ``skip`` on."""
 
 
-def _key_reader(k_slots: Tensor, v_slots: Tensor) -> _Read:
+def _key_reader(k_slots: Tensor, v_slots: Tensor, options: Attention) -> _Read:
     """What reads requests' keys and values from (pages, page_size, Hkv, D) views of the caches."""
     page_size = k_slots.shape[1]
     # Pages that lie in order in the pool, as after a prefill, are read where they are: from views
@@ -200,8 +203,8 @@ def _key_reader(k_slots: Tensor, v_slots: Tensor) -> _Read:
             return pool_k.narrow(2, start, count), pool_v.narrow(1, start, count)
         where = slice(first, first + number) if neighbours else torch.tensor(pages, device="cpu")
         k, v = (
-            slots[where].flatten(0, 1).narrow(0, skip, count).float()
-            for slots in (k_slots, v_slots)
+            from_codes(slots[where].flatten(0, 1).narrow(0, skip, count), scale)
+            for slots, scale in ((k_slots, options.k_scale), (v_slots, options.v_scale))
         )
         return k.permute(1, 2, 0), v.transpose(0, 1)
 
@@ -276,8 +279,8 @@ def attend_batched(
     key = torch.arange(max_pages * page_size, device=q.device)
     length = seq_lens.long()[:, None]
     stored = (key < length) & in_pool.reshape(requests, -1)
-    k = _gathered(k_slots, table, stored)
-    v = _gathered(v_slots, table, stored)
+    k = _gathered(k_slots, table, stored, options.k_scale)
+    v = _gathered(v_slots, table, stored, options.v_scale)
 
     step = torch.arange(max_query_len, device=q.device)
     if query_start is None:
@@ -307,14 +310,14 @@ def attend_batched(
     return _unpadded(out, query_start.long(), tokens, max_query_len)
 
 
-def _gathered(slots: Tensor, table: Tensor, stored: Tensor) -> Tensor:
+def _gathered(slots: Tensor, table: Tensor, stored: Tensor, scale: Tensor | None) -> Tensor:
     """(B, Hkv, keys, D) float32 by the block table; zeros where nothing is stored.
 
     Zeros, because a masked weight of 0 times a stale NaN or Inf would still be NaN.
     """
     requests = table.shape[0]
-    flat = slots.index_select(0, table.clamp(0, slots.shape[0] - 1).flatten())
-    rows = flat.reshape(requests, -1, *slots.shape[2:]).float()
+    flat = codes(slots).index_select(0, table.clamp(0, slots.shape[0] - 1).flatten())
+    rows = from_codes(flat.view(slots.dtype).reshape(requests, -1, *slots.shape[2:]), scale)
     return rows.masked_fill_(~stored[:, :, None, None], 0.0).transpose(1, 2)
 
 

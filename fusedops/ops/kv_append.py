@@ -16,6 +16,7 @@ from fusedops.ops.guards import (
     require_within,
     require_writable,
 )
+from fusedops.ops.kv_scale import as_stored, require_positive_scales
 from fusedops.ops.op import Op, entry
 from fusedops.ops.overlap import require_disjoint
 from fusedops.ops.paged import check_paged_cache, require_length, require_pages, slots_view
@@ -41,13 +42,16 @@ def check_append(
     block_table: Tensor,
     request_index: Tensor,
     positions: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     layout: str,
 ) -> None:
     """Check everything but values; ``op`` is named in errors."""
     require_tokens(op, "k", k, "v", v)
     if v.shape != k.shape:
         require_shape(op, "v", v, [tuple(k.shape)], "the shape of k")
-    check_paged_cache(op, k_cache, v_cache, block_table, layout, k, k.shape[1])
+    heads = k.shape[1]
+    check_paged_cache(op, k_cache, v_cache, block_table, layout, k, heads, k_scale, v_scale)
     if request_index.dtype is not torch.int32:
         require_dtype(op, "request_index", request_index, (torch.int32,))
     if positions.dtype not in INDEX_DTYPES:
@@ -163,8 +167,11 @@ def _append(
     block_table: Tensor,
     request_index: Tensor,
     positions: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     layout: str,
 ) -> None:
+    k, v, k_cache, v_cache = as_stored(k, v, k_cache, v_cache, k_scale, v_scale)
     if k.is_cpu:
         slots = append_slots(
             "append_paged_kv", k_cache, block_table, request_index, positions, layout
@@ -213,8 +220,10 @@ def _append_guarded(
 
 Op(
     "append_paged_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache,"
-    " Tensor block_table, Tensor request_index, Tensor positions, str layout) -> ()",
+    " Tensor block_table, Tensor request_index, Tensor positions, Tensor? k_scale,"
+    " Tensor? v_scale, str layout) -> ()",
     check=partial(check_append, "append_paged_kv"),
+    check_values=lambda *args: require_positive_scales("append_paged_kv", *args[7:9]),
     check_aliases=lambda k, v, k_cache, v_cache, *_rest: require_two_caches(
         "append_paged_kv", k_cache, v_cache
     ),
@@ -234,6 +243,8 @@ def append_paged_kv(
     request_index: Tensor,
     positions: Tensor,
     *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     layout: str = "NHD",
 ) -> None:
     """Write the keys and values of new tokens into a paged KV cache, in place.
@@ -244,10 +255,15 @@ def append_paged_kv(
     Args:
         k, v: (T, Hkv, D), float32, bfloat16 or float16, any strides.
         k_cache, v_cache: (pages, page_size, Hkv, D) for layout "NHD", (pages, Hkv, page_size, D)
-            for "HND"; dtype of ``k``.
+            for "HND"; both of the dtype of ``k``, or both float8_e4m3fn or int8.
         block_table: (B, max_pages) int32, the pages of each request in order.
         request_index: (T,) int32, the row of the block table of each token.
         positions: (T,) int32 or int64, the token's position in its request.
+        k_scale, v_scale: for 8-bit caches, and only for them: float32 on the caches' device, () or
+            one for each KV head, (Hkv,), finite and above zero (which is checked on the CPU only).
+            A value x is stored as round(x * (1 / scale)) in float32, ties to even, as ``quantize``
+            stores it: float8_e4m3fn saturates at +-448 and keeps a NaN, int8 is clamped to +-127
+            and makes a NaN 0. ``paged_attention`` reads q * scale with the same scales.
         layout: "NHD" or "HND".
 
     Raises:
@@ -255,10 +271,12 @@ def append_paged_kv(
             lies outside its table, on the CPU and with nothing written. On a GPU, where looking
             would synchronise, such a token writes nothing.
         ShapeError, DTypeError, DeviceError, LayoutError, ConfigError: an argument is not as
-            described.
+            described; scales for a cache that takes none, or none for an 8-bit one.
         UnsupportedError: an input requires grad while grad mode is on.
 
     Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with
     PagedAttention", 2023.
     """
-    _OP_APPEND_PAGED_KV(k, v, k_cache, v_cache, block_table, request_index, positions, layout)
+    _OP_APPEND_PAGED_KV(
+        k, v, k_cache, v_cache, block_table, request_index, positions, k_scale, v_scale, layout
+    )

@@ -23,6 +23,7 @@ from fusedops.check import (
     require_tensor,
 )
 from fusedops.errors import PositionError, ShapeError
+from fusedops.ops.kv_scale import CODE_DTYPES, check_cache_scales
 
 __all__ = [
     "LAYOUTS",
@@ -50,17 +51,21 @@ def check_paged_cache(
     layout: str,
     like: Tensor,
     heads: int | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
 ) -> None:
-    """Check a pair of caches and their block table against ``like`` (..., D), the tokens' tensor.
+    """Check two caches, their scales and block table against the tokens' ``like`` (..., D).
 
     ``heads`` is the number of KV heads that the caches must have; None accepts any.
     """
     if layout not in LAYOUTS:
         require_choice(op, "layout", layout, LAYOUTS)
-    if k_cache.dtype is not like.dtype:
-        require_dtype(op, "k_cache", k_cache, (like.dtype,), "that of the tokens")
-    if v_cache.dtype is not like.dtype:
-        require_dtype(op, "v_cache", v_cache, (like.dtype,), "that of the tokens")
+    if k_cache.dtype is not like.dtype and k_cache.dtype not in CODE_DTYPES:
+        accepted_dtypes = (like.dtype, *CODE_DTYPES)
+        why = "that of the tokens, or 8 bits with k_scale and v_scale"
+        require_dtype(op, "k_cache", k_cache, accepted_dtypes, why)
+    if v_cache.dtype is not k_cache.dtype:
+        require_dtype(op, "v_cache", v_cache, (k_cache.dtype,), "that of k_cache")
     if k_cache.dim() != 4:
         require_dim(op, "k_cache", k_cache, 4, exactly=True)
     if v_cache.shape != k_cache.shape:
@@ -72,6 +77,7 @@ def check_paged_cache(
         inner = (page_size, wanted) if layout == "NHD" else (wanted, page_size)
         accepted = [(pages, *inner, like.shape[-1])]
         require_shape(op, "k_cache", k_cache, accepted, f"layout {layout}, heads and head dim")
+    check_cache_scales(op, k_cache, k_scale, v_scale, cache_heads)
     if pages == 0 or page_size == 0:
         raise ShapeError(f"{op}: k_cache has shape {tuple(k_cache.shape)}; it needs a page.")
     if block_table.dtype is not torch.int32:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fusedops.ops.guards import require_writable
 from fusedops.ops.kv_append import append_slots, check_append, require_two_caches, write_slots
+from fusedops.ops.kv_scale import as_stored, require_positive_scales
 from fusedops.ops.op import Op, entry
 from fusedops.ops.overlap import require_disjoint
 from fusedops.ops.rope_kv import check_rope, require_in_table, rotate_in_place
@@ -26,11 +27,14 @@ def _check(
     v_cache: Tensor,
     block_table: Tensor,
     request_index: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     style: str,
     layout: str,
 ) -> None:
     check_rope(_NAME, q, k, positions, cos_sin, style)
-    check_append(_NAME, k, v, k_cache, v_cache, block_table, request_index, positions, layout)
+    cache = (k_cache, v_cache, block_table, request_index, positions, k_scale, v_scale, layout)
+    check_append(_NAME, k, v, *cache)
     require_writable(_NAME, "q", q)
     require_writable(_NAME, "k", k)
 
@@ -62,6 +66,8 @@ def _reference(
     v_cache: Tensor,
     block_table: Tensor,
     request_index: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     style: str,
     layout: str,
 ) -> None:
@@ -71,21 +77,23 @@ def _reference(
         torch.ops.fusedops.rope_.default(q, k, rows, cos_sin, style)
         placed = torch.where(positions < cos_sin.shape[0], positions, -1)
         torch.ops.fusedops.append_paged_kv.default(
-            k, v, k_cache, v_cache, block_table, request_index, placed, layout
+            k, v, k_cache, v_cache, block_table, request_index, placed, k_scale, v_scale, layout
         )
         return
     # Both look at the values before either writes.
     require_in_table(_NAME, rows, cos_sin)
     slots = append_slots(_NAME, k_cache, block_table, request_index, positions, layout)
     rotate_in_place(q, k, rows, cos_sin, style)
-    write_slots(k, v, k_cache, v_cache, slots, layout)
+    stored = as_stored(k, v, k_cache, v_cache, k_scale, v_scale)
+    write_slots(*stored, slots, layout)
 
 
 Op(
     "rope_append_paged_kv_(Tensor(a!) q, Tensor(b!) k, Tensor v, Tensor positions, Tensor cos_sin,"
-    " Tensor(c!) k_cache, Tensor(d!) v_cache, Tensor block_table, Tensor request_index, str style,"
-    " str layout) -> ()",
+    " Tensor(c!) k_cache, Tensor(d!) v_cache, Tensor block_table, Tensor request_index,"
+    " Tensor? k_scale, Tensor? v_scale, str style, str layout) -> ()",
     check=_check,
+    check_values=lambda *args: require_positive_scales(_NAME, *args[9:11]),
     check_aliases=_check_apart,
     fake=lambda *_args: None,
     reference=_reference,
@@ -105,6 +113,8 @@ def rope_append_paged_kv_(
     block_table: Tensor,
     request_index: Tensor,
     *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     style: str = "halves",
     layout: str = "NHD",
 ) -> None:
@@ -118,6 +128,8 @@ def rope_append_paged_kv_(
             of ``cos_sin``; negative: a padding token, which writes nothing into the cache.
         cos_sin: as in ``rope``.
         k_cache, v_cache, block_table, request_index, layout: as in ``append_paged_kv``.
+        k_scale, v_scale: as in ``append_paged_kv``; an 8-bit cache gets the key that was rounded to
+            the dtype of ``k``, quantised.
         style: as in ``rope``.
 
     Raises:
@@ -125,7 +137,7 @@ def rope_append_paged_kv_(
             On a GPU a token whose position lies outside ``cos_sin`` or its pages is not stored.
         LayoutError: q, k and v share a memory cell, or the two caches do.
         ShapeError, DTypeError, DeviceError, LayoutError, ConfigError: an argument is not as
-            described.
+            described; scales for a cache that takes none, or none for an 8-bit one.
         UnsupportedError: an input requires grad while grad mode is on.
     """
     _OP_ROPE_APPEND_PAGED_KV_(
@@ -138,6 +150,8 @@ def rope_append_paged_kv_(
         v_cache,
         block_table,
         request_index,
+        k_scale,
+        v_scale,
         style,
         layout,
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 from fusedops.providers import cuda_activation, cuda_norm, cuda_quantize
 from fusedops.providers.base import Support
 from fusedops.providers.cuda_base import NAME, CudaOp
-from fusedops.providers.cuda_embedding import EMBEDDING
+from fusedops.providers.cuda_embedding import EMBEDDING, EMBEDDING_SUMSQ
 from fusedops.providers.cuda_histogram import BINCOUNT, EXPERT_HISTOGRAM, HISTOGRAM
 from fusedops.providers.cuda_reduce import plan_reduce
 from fusedops.providers.cuda_rope import APPEND, ROPE, ROPE_, ROPE_APPEND
@@ -67,6 +67,7 @@ _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Support], Callable[..., Any]]] =
     "append_paged_kv": APPEND.entry(default=False),
     "rope_append_paged_kv_": ROPE_APPEND.entry(default=False),
     "embedding": EMBEDDING.entry(default=False),
+    "embedding_sumsq": EMBEDDING_SUMSQ.entry(default=False),
 }
 
 

@@ -1,4 +1,8 @@
-"""``embedding`` by csrc/embedding.cu: a block a token, 16 bytes a thread where rows allow it."""
+"""``embedding`` and ``embedding_sumsq`` by csrc/embedding.cu.
+
+Rows alone are moved by a block a token, 16 bytes a thread where rows allow it. With their sums of
+squares they are kept in registers, by the layouts of the norms.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +25,10 @@ from fusedops.providers.cuda_plan import (
     dims_constants,
     element_count,
 )
+from fusedops.providers.cuda_rows import KERNEL_FLOATS, access_width, row_layout, rows_of
 from fusedops.providers.cuda_sinks import Served
 
-__all__ = ["EMBEDDING", "plan_embedding"]
+__all__ = ["EMBEDDING", "EMBEDDING_SUMSQ", "plan_embedding", "plan_embedding_sumsq"]
 
 _SOURCE = "embedding.cu"
 _WORDS = {2: "unsigned short", 4: "unsigned"}
@@ -33,6 +38,11 @@ _LARGEST_GRID = 2**31 - 1
 _LARGEST_GRID_Y = 65535
 
 _PARAMETERS = (*["pointer"] * 3, "int64", "int32", "int64", "int64", *DIMS_PARAMETERS)
+_SUMSQ_PARAMETERS = (
+    *["pointer"] * 4,
+    *("int64", "int64", "int32", "int64", "int64"),
+    *DIMS_PARAMETERS,
+)
 
 
 def plan_embedding(views: Sequence[View], gpu: Gpu) -> CallPlan:
@@ -79,9 +89,44 @@ def plan_embedding(views: Sequence[View], gpu: Gpu) -> CallPlan:
     return CallPlan(results, (launch,))
 
 
+def plan_embedding_sumsq(views: Sequence[View], gpu: Gpu) -> CallPlan:
+    """How rows of the table are gathered, and their squares summed.
+
+    Raises:
+        UnsupportedError: as ``plan_embedding``, or rows are too long for registers.
+    """
+    ids, weight = views
+    vocabulary, columns = weight.shape
+    tokens = element_count(ids.axes)
+    results = (((*ids.shape, columns), weight.dtype), ((1, tokens), torch.float32))
+    rows = rows_of(weight)
+    width = access_width([rows], [], columns)
+    layout = row_layout(
+        tokens, columns, width, gpu, element_bytes=weight.dtype.itemsize, joins=True
+    )
+    packs = columns // width
+    types = (layout.name(packs), KERNEL_FLOATS[weight.dtype], _INDICES[ids.dtype], str(width))
+    constants = (
+        *(tokens, vocabulary, packs, *weight.strides),
+        *dims_constants(coalesce(ids.axes), "dimensions"),
+    )
+    if tokens == 0:
+        return CallPlan(results)
+    kernel = f"fusedops::embedding_sumsq<{', '.join(types)}>"
+    launch = layout.launch(_SOURCE, kernel, _SUMSQ_PARAMETERS, (0, 1, 2, 3), constants, tokens)
+    return CallPlan(results, (launch,))
+
+
 EMBEDDING = Served(
     CudaCall(plan_embedding),
     lambda token_ids, weight: ((token_ids, weight), ()),
     lambda results, _: results[0],
 )
 """``fusedops::embedding``."""
+
+EMBEDDING_SUMSQ = Served(
+    CudaCall(plan_embedding_sumsq),
+    lambda token_ids, weight: ((token_ids, weight), ()),
+    lambda results, _: (results[0], results[1]),
+)
+"""``fusedops::embedding_sumsq``."""

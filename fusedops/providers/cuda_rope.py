@@ -1,8 +1,12 @@
-"""``rope``, ``rope_``, ``append_paged_kv`` and both in one, by the one kernel of rope_append.cu."""
+"""``rope``, ``rope_``, ``append_paged_kv`` and both in one, by the one kernel of rope_append.cu.
+
+An 8-bit cache is a sink with given scales: one, or one for each KV head.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +16,7 @@ from fusedops.jit.nvrtc import CudaProgram
 from fusedops.providers.cuda_call import CallPlan, CudaCall
 from fusedops.providers.cuda_plan import THREADS, VECTOR_BYTES, Gpu, Launch, View, ceil_div
 from fusedops.providers.cuda_reduce import KERNEL_DTYPES
-from fusedops.providers.cuda_sinks import Served
+from fusedops.providers.cuda_sinks import FORMATS, Served, Sink, given_stride, sink_of
 
 __all__ = [
     "APPEND",
@@ -29,11 +33,13 @@ _SOURCE = "rope_append.cu"
 _LARGEST_GRID = 2**31 - 1
 _LARGEST_GRID_Y = 65535
 
+_FORMAT_OF = {dtype: name for name, (_, dtype) in FORMATS.items()}
+
 _PARAMETERS = (
-    *["pointer"] * 11,
+    *["pointer"] * 13,
     *["int32"] * 5,
     *("int64", "int64", "int32", "int64", "int64"),
-    *["int64"] * (5 * 3 + 2 * 4 + 6),
+    *["int64"] * (5 * 3 + 2 * 4 + 8),
 )
 
 
@@ -43,10 +49,16 @@ def _width(heads: Sequence[View], sizes: Sequence[int], dtype: torch.dtype) -> i
     if any(view.strides[-1] != 1 for view in heads):
         return 1
     numbers = [*sizes, *(stride for view in heads for stride in view.strides[:-1])]
-    aligned = min(view.aligned_bytes for view in heads)
-    while width > 1 and (aligned < width * dtype.itemsize or any(n % width for n in numbers)):
+    aligned = min(view.aligned_bytes // view.dtype.itemsize for view in heads)
+    while width > 1 and (aligned < width or any(n % width for n in numbers)):
         width //= 2
     return width
+
+
+def _cache_sink(caches: tuple[View, View] | None) -> Sink:
+    """How both caches store elements: as they are, or 8 bits with given scales."""
+    name = None if caches is None else _FORMAT_OF.get(caches[0].dtype)
+    return sink_of(name, None, True)
 
 
 def _by_slot(cache: View, layout: str) -> View:
@@ -74,6 +86,7 @@ def _launch(
     caches: tuple[View, View] | None,
     table: View | None,
     requests: View | None,
+    scales: tuple[View | None, View | None],
     tensors: tuple[int, ...],
     *,
     is_interleaved: bool,
@@ -98,7 +111,8 @@ def _launch(
         )
     flags = (is_interleaved, cos_sin is not None, caches is not None, is_in_place)
     words = ", ".join(str(flag).lower() for flag in flags)
-    kernel = f"fusedops::rope_append<{KERNEL_DTYPES[k.dtype]}, {width}, {words}>"
+    sink = _cache_sink(caches).name
+    kernel = f"fusedops::rope_append<{KERNEL_DTYPES[k.dtype]}, {width}, {words}, {sink}>"
     none = (0, 0, 0, 0)
     k_out, v_out = (view.strides for view in caches) if caches else (none, none)
     q_to, k_to = (view.strides for view in outputs) if outputs else (none[:3], none[:3])
@@ -118,6 +132,7 @@ def _launch(
         *((0, 0) if cos_sin is None else cos_sin.strides),
         *((0, 0) if table is None else table.strides),
         0 if requests is None else requests.strides[0],
+        *(given_stride(scale) for scale in scales),
     )
     program = CudaProgram(_SOURCE, (kernel,))
     return Launch(program, kernel, _PARAMETERS, tensors, constants, blocks)
@@ -151,47 +166,49 @@ def _rotation(
 ) -> Launch | None:
     q, k, positions, cos_sin = views
     return _launch(
-        *(q, k, None, positions, cos_sin, outputs, None, None, None),
-        # The kernel asks for no values, caches, table or requests in such a call.
-        (0, 1, 1, 2, 3, *places, 0, 0, 2, 2),
+        *(q, k, None, positions, cos_sin, outputs, None, None, None, (None, None)),
+        # The kernel asks for no values, caches, table, requests or scales in such a call.
+        (0, 1, 1, 2, 3, *places, 0, 0, 2, 2, 3, 3),
         is_interleaved=style == "interleaved",
         is_in_place=places == (0, 1),
     )
 
 
-def plan_append(views: Sequence[View], gpu: Gpu, layout: str) -> CallPlan:
-    """How new keys and values get into the cache; see ``plan_rope``."""
-    k, v, k_cache, v_cache, table, requests, positions = views
+def plan_append(views: Sequence[Any], gpu: Gpu, layout: str) -> CallPlan:
+    """How new keys and values get into the cache; the two scales may be None. See ``plan_rope``."""
+    k, v, k_cache, v_cache, table, requests, positions, *scales = views
     launch = _launch(
         *(None, k, v, positions, None, None),
         (_by_slot(k_cache, layout), _by_slot(v_cache, layout)),
         table,
         requests,
-        (0, 0, 1, 6, 0, 0, 0, 2, 3, 4, 5),
+        (scales[0], scales[1]),
+        (0, 0, 1, 6, 0, 0, 0, 2, 3, 4, 5, 7, 8),
         is_interleaved=False,
         is_in_place=False,
     )
     return _plan(launch)
 
 
-def plan_rope_append(views: Sequence[View], gpu: Gpu, style: str, layout: str) -> CallPlan:
-    """How q and k are rotated in place and k and v stored; see ``plan_rope``."""
-    q, k, v, positions, cos_sin, k_cache, v_cache, table, requests = views
+def plan_rope_append(views: Sequence[Any], gpu: Gpu, style: str, layout: str) -> CallPlan:
+    """How q and k are rotated in place and k and v stored; see ``plan_append``."""
+    q, k, v, positions, cos_sin, k_cache, v_cache, table, requests, *scales = views
     launch = _launch(
         *(q, k, v, positions, cos_sin, (q, k)),
         (_by_slot(k_cache, layout), _by_slot(v_cache, layout)),
         table,
         requests,
-        (0, 1, 2, 3, 4, 0, 1, 5, 6, 7, 8),
+        (scales[0], scales[1]),
+        (0, 1, 2, 3, 4, 0, 1, 5, 6, 7, 8, 9, 10),
         is_interleaved=style == "interleaved",
         is_in_place=True,
     )
     return _plan(launch)
 
 
-def _split(*args: Tensor | str) -> tuple[tuple[Tensor, ...], tuple[str, ...]]:
+def _split(*args: Tensor | str | None) -> tuple[tuple[Tensor | None, ...], tuple[str, ...]]:
     """The tensors of a call, then its options: the schemas have them last."""
-    tensors = tuple(arg for arg in args if isinstance(arg, Tensor))
+    tensors = tuple(arg for arg in args if not isinstance(arg, str))
     return tensors, tuple(arg for arg in args if isinstance(arg, str))
 
 

@@ -61,8 +61,9 @@ class DecodeCandidate:
 
     def describe(self) -> str:
         """What would run."""
+        norm = self.tile.norm_bytes(self.problem) > 0
         return (
-            f"decode kernel {self.name}, M padded to {m_bucket(self.problem.m)}, "
+            f"decode kernel {self.name}, M padded to {m_bucket(self.problem.m, norm)}, "
             f"{self.clusters} clusters of {self.tile.split}, predicted {self.predicted_us:.1f} us"
         )
 

@@ -104,6 +104,8 @@ def supports_paged_attention(
     block_table: Tensor,
     seq_lens: Tensor,
     query_start: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     max_query_len: int,
     scale: float,
     causal: bool,
@@ -116,6 +118,8 @@ def supports_paged_attention(
     if elsewhere is not None:
         return elsewhere
     refusal = wrong_dtype("q", q)
+    if refusal is None and k_cache.dtype is not q.dtype:
+        refusal = unsupported(f"reads caches of the queries' {q.dtype}, got {k_cache.dtype}")
     if refusal is None and q.shape[2] not in HEAD_DIMS:
         refusal = unsupported(f"has kernels for head dims {HEAD_DIMS}, got {q.shape[2]}")
     if refusal is None and k_cache.stride() != v_cache.stride():
@@ -138,6 +142,8 @@ def paged_attention(
     block_table: Tensor,
     seq_lens: Tensor,
     query_start: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     max_query_len: int,
     scale: float,
     causal: bool,

@@ -296,6 +296,8 @@ def supports_append_paged_kv(
     block_table: Tensor,
     request_index: Tensor,
     positions: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     layout: str,
 ) -> Support:
     """Whether FlashInfer serves ``append_paged_kv``: only where pinned, and never in a capture.
@@ -325,6 +327,8 @@ def supports_append_paged_kv(
 
 def _wrong_cache(k: Tensor, k_cache: Tensor, v_cache: Tensor) -> Support | None:
     heads, head_dim = k.shape[1:]
+    if k_cache.dtype is not k.dtype:
+        return unsupported(f"appends without scales, to caches of {k.dtype}, got {k_cache.dtype}")
     if head_dim not in _HEAD_DIMS:
         return unsupported(f"has kernels for head dims {_HEAD_DIMS}, got {head_dim}")
     lanes = head_dim // max(8, head_dim // 32)
@@ -353,6 +357,8 @@ def append_paged_kv(
     block_table: Tensor,
     request_index: Tensor,
     positions: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     layout: str,
 ) -> None:
     """``flashinfer.page.append_paged_kv_cache`` of the tokens that have a place; synchronises.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,9 @@ from cuda_cases import PROVIDER, captured
 from torch import Tensor
 
 from fusedops.check import ACTIVATION_DTYPES
+from fusedops.ops.attention import paged_attention
 from fusedops.ops.kv_append import append_paged_kv
+from fusedops.ops.kv_scale import CODE_DTYPES
 from fusedops.ops.rope_append import rope_append_paged_kv_
 from fusedops.ops.rope_kv import ROPE_STYLES, rope, rope_
 from fusedops.ops.rope_table import rope_table
@@ -28,6 +32,7 @@ COVERS = (
     "tests/gpu/cuda_call_cases.py",
     "csrc/rope_append.cu",
     "fusedops/ops/kv_append.py",
+    "fusedops/ops/kv_scale.py",
     "fusedops/ops/rope_append.py",
     "fusedops/ops/rope_kv.py",
 )
@@ -177,6 +182,160 @@ def test_keys_and_values_get_to_their_slots(dtype: torch.dtype, layout: str) -> 
             on_cpu(rope_append_paged_kv_, *expected, style=style, layout=layout)
             for place in (0, 1, 2, 5, 6):
                 assert torch.equal(rotated[place].cpu(), expected[place])
+
+
+UNTOUCHED = 0x2A
+
+
+def coded_caches(layout: str, head_dim: int, code: torch.dtype) -> tuple[Tensor, Tensor]:
+    """As ``paged``, of a code that marks what nothing has written."""
+    shape = (40, 16, 2, head_dim) if layout == "NHD" else (40, 2, 16, head_dim)
+    caches = [torch.full(shape, UNTOUCHED, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    return caches[0].view(code), caches[1].view(code)
+
+
+def scales(of_head: bool) -> dict[str, Tensor]:
+    """Of keys and of values; no power of two, so that inverses and products round."""
+    if of_head:
+        # Every other value of a tensor: scales may have strides.
+        of_keys = torch.tensor([0.3, 9.0, 0.013, 9.0], device="cuda")[::2]
+        return {"k_scale": of_keys, "v_scale": torch.tensor([0.7, 0.1], device="cuda")}
+    of_keys = torch.tensor(0.07, device="cuda")
+    return {"k_scale": of_keys, "v_scale": torch.tensor(0.3, device="cuda")}
+
+
+def assert_same_codes(got: Tensor, expected: Tensor) -> None:
+    assert got.dtype == expected.dtype
+    assert torch.equal(got.view(torch.uint8).cpu(), expected.view(torch.uint8).cpu())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("code", CODE_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", ACTIVATION_DTYPES, ids=str)
+def test_8_bit_caches_get_the_codes_of_the_definition(
+    dtype: torch.dtype, code: torch.dtype, layout: str
+) -> None:
+    for index, (head_dim, rotary_dim) in enumerate(SHAPES):
+        table = exact_table(192, rotary_dim)
+        given = scales(of_head=index % 2 == 0)
+        for tokens, gap, style in ((1, 0, "halves"), (64, 1, "interleaved"), (190, 8, "halves")):
+            q, k, v = (x.clone() if gap == 0 else x for x in heads(tokens, head_dim, dtype, gap))
+            slots = torch.randperm(3 * 192, device="cuda")[:tokens]
+            request, positions = (slots // 192).int(), slots % 192
+            positions[tokens // 2] = -1
+            blocks = paged(layout, head_dim, dtype)[2]
+            caches = coded_caches(layout, head_dim, code)
+            arguments = (k, v, *caches, blocks, request, positions)
+            expected = [x.cpu() for x in arguments]
+            append_paged_kv(*arguments, **given, layout=layout)
+            on_cpu(append_paged_kv, *expected, **given, layout=layout)
+            for cache, right in zip(caches, expected[2:4], strict=True):
+                assert_same_codes(cache, right)
+            if tokens > 1:
+                assert caches[0].view(torch.uint8).ne(UNTOUCHED).any()
+            caches = coded_caches(layout, head_dim, code)
+            rotated = (q, k, v, positions, table, *caches, blocks, request)
+            expected = [x.cpu() for x in rotated]
+            rope_append_paged_kv_(*rotated, **given, style=style, layout=layout)
+            on_cpu(rope_append_paged_kv_, *expected, **given, style=style, layout=layout)
+            assert torch.equal(q.cpu(), expected[0])
+            assert torch.equal(k.cpu(), expected[1])
+            for cache, right in zip(caches, expected[5:7], strict=True):
+                assert_same_codes(cache, right)
+
+
+@pytest.mark.parametrize("code", CODE_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", ACTIVATION_DTYPES, ids=str)
+def test_random_values_are_stored_within_half_a_step(dtype: torch.dtype, code: torch.dtype) -> None:
+    generator = torch.Generator("cuda").manual_seed(5)
+    k, v = torch.randn(2, 500, 2, 128, generator=generator, device="cuda").to(dtype)
+    blocks = paged("NHD", 128, dtype)[2]
+    slots = torch.randperm(3 * 192, device="cuda")[:500]
+    request, positions = (slots // 192).int(), slots % 192
+    given = scales(of_head=True)
+    ours, torchs = coded_caches("NHD", 128, code), coded_caches("NHD", 128, code)
+    append_paged_kv(k, v, *ours, blocks, request, positions, **given)
+    with use_provider("torch"):
+        append_paged_kv(k, v, *torchs, blocks, request, positions, **given)
+    where = blocks[request.long(), positions // 16].long(), positions % 16
+    largest = 448.0 if code is torch.float8_e4m3fn else 127.0
+    for cache, peer, new, scale in zip(ours, torchs, (k, v), given.values(), strict=True):
+        assert_same_codes(cache, peer)
+        unit = scale.double()[:, None]
+        exact = new.double().clamp(-largest * unit, largest * unit)
+        step = unit.expand_as(exact)
+        if code is torch.float8_e4m3fn:
+            step = 2.0 ** (exact / unit).abs().log2().floor().clamp(min=-6) / 8 * unit
+        read = cache.view(torch.uint8)[where].view(code).float().double() * unit
+        assert (read - exact).abs().le(0.5 * step * (1 + 1e-4)).all()
+
+
+@pytest.mark.parametrize("code", CODE_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", ACTIVATION_DTYPES, ids=str)
+def test_codes_saturate_keep_nan_and_round_ties_to_even(
+    dtype: torch.dtype, code: torch.dtype
+) -> None:
+    odd = [448.0, 464.0, 480.0, 6e4, math.inf, -449.0, -math.inf, math.nan, -math.nan, -0.0, 0.5]
+    odd += [1.5, 2.5, -0.5, -2.5, 126.5, 127.5, -127.5, -128.0, 2.0**-10, 3 * 2.0**-10, 17.0]
+    for head_dim in (24, 23):  # vectors, and elements one by one
+        values = torch.zeros(1, 2, head_dim, dtype=dtype, device="cuda")
+        values[0, :, : len(odd)] = torch.tensor(odd, device="cuda").to(dtype)
+        caches = coded_caches("NHD", head_dim, code)
+        blocks = paged("NHD", head_dim, dtype)[2]
+        first = torch.zeros(1, dtype=torch.int32, device="cuda")
+        one = torch.ones((), device="cuda")
+        arguments = (values, values, *caches, blocks, first, first)
+        expected = [x.cpu() for x in arguments]
+        append_paged_kv(*arguments, k_scale=one, v_scale=one)
+        on_cpu(append_paged_kv, *expected, k_scale=one, v_scale=one)
+        for cache, right in zip(caches, expected[2:4], strict=True):
+            assert_same_codes(cache, right)
+        stored = caches[0].view(torch.uint8)[blocks[0, 0].long(), 0, 0]
+        if code is torch.float8_e4m3fn:
+            assert stored[:9].tolist() == [0x7E] * 5 + [0xFE] * 2 + [0x7F] * 2
+        else:
+            assert stored[:9].tolist() == [127] * 5 + [256 - 127] * 2 + [0] * 2
+            ties = stored[10:19].view(torch.int8).tolist()
+            assert ties == [0, 2, 2, 0, -2, 126, 127, -127, -127]
+
+
+@pytest.mark.parametrize("code", CODE_DTYPES, ids=str)
+def test_attention_reads_the_codes_that_were_appended(code: torch.dtype) -> None:
+    q, k, v = (x.clone() for x in heads(150, 64, torch.bfloat16))
+    table, given = rope_table(64, 192).cuda(), scales(of_head=True)
+    blocks, caches = paged("NHD", 64, torch.bfloat16)[2], coded_caches("NHD", 64, code)
+    request = torch.arange(150, device="cuda").div(50, rounding_mode="floor").int()
+    positions = torch.arange(150, device="cuda") % 50
+    rope_append_paged_kv_(q, k, v, positions, table, *caches, blocks, request, **given)
+    starts = torch.tensor([0, 50, 100, 150], dtype=torch.int32, device="cuda")
+    call: tuple[Any, ...] = (q, *caches, blocks, torch.full_like(starts[1:], 50), starts)
+    with use_provider("torch"):
+        out = paged_attention(*call, **given, max_query_len=50)
+    expected = on_cpu(paged_attention, *call, **given, max_query_len=50)
+    assert isinstance(expected, Tensor)
+    torch.testing.assert_close(out.cpu(), expected, rtol=2**-7, atol=2**-7)
+
+
+def test_8_bit_caches_replay_with_other_scales_and_leave_padding_alone() -> None:
+    blocks = paged("NHD", 64, torch.bfloat16)[2]
+    caches = coded_caches("NHD", 64, torch.int8)
+    _, k, v = (x.clone() for x in heads(2, 64, torch.bfloat16))
+    v.fill_(6.0)
+    request = torch.zeros(2, dtype=torch.int32, device="cuda")
+    positions = torch.tensor([3, -1], device="cuda")
+    one, of_head = torch.ones((), device="cuda"), torch.ones(2, device="cuda")
+    graph, _ = captured(
+        lambda: append_paged_kv(
+            k, v * 1.0, *caches, blocks, request, positions, k_scale=one, v_scale=of_head
+        )
+    )
+    for divisor in (1.0, 2.0, 3.0):
+        of_head.copy_(torch.tensor([divisor, divisor / 2], device="cuda"))
+        graph.replay()
+        stored = caches[1][blocks[0, 0].long(), 3]
+        assert stored[0].eq(int(6 / divisor)).all()
+        assert stored[1].eq(int(12 / divisor)).all()
+        assert caches[1].ne(UNTOUCHED).sum() == 2 * 64
 
 
 def test_tokens_without_a_place_write_nothing() -> None:

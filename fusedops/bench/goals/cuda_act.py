@@ -1,6 +1,12 @@
-"""Gated activation to e4m3 in one pass, as a share of what the memory reads and writes at best."""
+"""Gated activation to e4m3 in one pass, as a share of what the memory reads and writes at best.
+
+Beside it stand all gated activations at the sizes of a decode step.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -11,17 +17,22 @@ from fusedops.bench.data import Buffers
 from fusedops.bench.goal_run import GoalRun, Reading
 from fusedops.bench.goals import goal
 from fusedops.bench.goals.cuda_quantized import per_group, quantized_error
-from fusedops.bench.goals.cuda_rows import COVERS, MINE, best_peer
+from fusedops.bench.goals.cuda_rows import COVERS, MINE, best_peer, measured, rows_beside
 from fusedops.bench.goals.gemm_rows import row_ceilings
 from fusedops.bench.measurement import Outcome
-from fusedops.bench.peers import Available, fresh_compile, peer_status
+from fusedops.bench.oracles import within
+from fusedops.bench.peers import act_and_mul_peers, compiled_peers
 from fusedops.bench.roofline import Traffic, floor
+from fusedops.epilogue.activations import ACTIVATIONS
 from fusedops.epilogue.outputs import GROUP
+from fusedops.ops.activation import act_and_mul
 from fusedops.ops.fused_quantize import act_and_mul_quantize
 
-__all__ = ["act_quant_outcomes", "act_quant_traffic"]
+__all__ = ["SMALL_ROWS", "act_outcomes", "act_quant_outcomes", "act_quant_traffic"]
 
 _ROWS, _COLUMNS = 16384, 14336
+SMALL_ROWS = (1, 16, 64)
+"""Rows of a decode step."""
 
 _ERROR = 2.0**-7
 """Relative error of bfloat16 products: one rounding of each factor and of the product."""
@@ -33,7 +44,30 @@ def act_quant_traffic(rows: int, columns: int) -> Traffic:
     return Traffic(2 * 2 * rows * columns, written, 0.0)
 
 
-def act_quant_outcomes(run: GoalRun, rows: int, columns: int) -> dict[str, Outcome]:
+def act_outcomes(run: GoalRun, act: str, rows: int, columns: int) -> dict[str, Outcome]:
+    """act(gate) * up of bfloat16 rows, whose data lies in the L2 as in a decode step."""
+    formula = ACTIVATIONS[act]
+
+    def make(generator: torch.Generator) -> Buffers:
+        x = torch.empty(rows, 2 * columns, dtype=torch.bfloat16, device=run.device)
+        return Buffers((x.normal_(generator=generator),))
+
+    def check(results: tuple[Tensor, ...], buffers: Buffers) -> str | None:
+        gate, up = buffers.inputs[0].double().chunk(2, -1)
+        factor = formula.formula(gate)
+        # Where a factor cancels, its own rounding in bfloat16 is relative to its terms.
+        return within(
+            results[0], factor * up, _ERROR * (factor.abs() + 0.5 * gate.abs()) * up.abs()
+        )
+
+    ours = Contender(MINE, lambda buffers: act_and_mul(buffers.inputs[0], act), check)
+    key = f"act_and_mul {act} {rows}x{columns}"
+    return measured(run, key, [ours, *act_and_mul_peers(check, act)], make, hot=True)
+
+
+def act_quant_outcomes(
+    run: GoalRun, rows: int, columns: int, *, hot: bool = False
+) -> dict[str, Outcome]:
     """silu(gate) * up to e4m3 with a scale for 128 elements."""
 
     def make(generator: torch.Generator) -> Buffers:
@@ -63,11 +97,19 @@ def act_quant_outcomes(run: GoalRun, rows: int, columns: int) -> dict[str, Outco
     found = [
         Contender(MINE, ours, check),
         Contender("torch", lambda buffers: torchs(buffers.inputs[0]), check),
+        *compiled_peers(torchs, check),
     ]
-    if isinstance(peer_status(["torch.compile"])["torch.compile"], Available):
-        compiled = fresh_compile(torchs)
-        found.append(Contender("torch.compile", lambda b: compiled(b.inputs[0]), check))
-    return run.measure(f"act_and_mul_quantize {rows}x{columns}", found, make)
+    return measured(run, f"act_and_mul_quantize {rows}x{columns}", found, make, hot=hot)
+
+
+def _beside(run: GoalRun) -> dict[str, Callable[[], dict[str, Outcome]]]:
+    """Every gated activation, and the quantized one, at the sizes of a decode step."""
+    found: dict[str, Callable[[], dict[str, Outcome]]] = {}
+    for rows in SMALL_ROWS:
+        for act in ACTIVATIONS:
+            found[f"{act} {rows}"] = partial(act_outcomes, run, act, rows, _COLUMNS)
+        found[f"quantize {rows}"] = partial(act_quant_outcomes, run, rows, _COLUMNS, hot=True)
+    return found
 
 
 @goal(
@@ -91,5 +133,5 @@ def act_quant(run: GoalRun) -> Reading:
         least.fraction(mine.high_us),
         least.fraction(mine.low_us),
         peer=best_peer(rows),
-        note=f"{mine.median_us:.1f} us",
+        note=f"{mine.median_us:.1f} us; {rows_beside(_beside(run))}",
     )

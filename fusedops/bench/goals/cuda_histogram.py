@@ -13,10 +13,17 @@ from fusedops.bench.contenders import Contender
 from fusedops.bench.data import Buffers
 from fusedops.bench.goal_run import GoalRun, Reading
 from fusedops.bench.goals import goal
-from fusedops.bench.goals.cuda_rows import COVERS, MINE, best_peer, reading
+from fusedops.bench.goals.cuda_rows import (
+    COVERS,
+    MINE,
+    best_peer,
+    measured,
+    reading,
+    rows_beside,
+)
 from fusedops.bench.measurement import Outcome, speedup
 from fusedops.bench.oracles import bitwise
-from fusedops.bench.peers import Available, _Stream, peer_status
+from fusedops.bench.peers import Available, _Stream, compiled_peers, peer_status
 from fusedops.ops.histogram import bincount
 
 __all__ = ["SKEWS", "histogram_outcomes", "skew_outcomes"]
@@ -98,16 +105,18 @@ def histogram_outcomes(
         on_input(MINE, lambda x: bincount(x, bins)),
         on_input("torch.bincount", lambda x: torch.bincount(x, minlength=bins)),
         on_input("torch.scatter_add", scattered),
+        # The length of a bincount depends on its data, which torch.compile refuses.
+        *compiled_peers(scattered, check),
     ]
     if isinstance(peer_status(["cub"])["cub"], Available):
         found.append(_cub(bins, check))
     name = str(dtype).removeprefix("torch.")
-    return run.measure(f"{count} {name} into {bins}", found, make)
+    return measured(run, f"{count} {name} into {bins}", found, make)
 
 
 @goal("cuda.hist.int32", provider="cuda", covers=_COVERS)
 def int32(run: GoalRun) -> Reading:
-    """The slower of 256 and 4096 bins; the note holds both."""
+    """The slower of 256 and 4096 bins; the note holds both. 65,536 bins are a row beside them."""
     dtype = torch.int32
     found = {
         bins: reading(run, histogram_outcomes(run, dtype, bins, _ELEMENTS[dtype]))
@@ -115,6 +124,10 @@ def int32(run: GoalRun) -> Reading:
     }
     slower = max(found.values(), key=lambda each: each.value)
     note = ", ".join(f"{bins} bins {each.value:.1f} us" for bins, each in found.items())
+    most = {
+        "65536 bins": lambda: histogram_outcomes(run, dtype, 65536, _ELEMENTS[dtype]),
+    }
+    note = f"{note}; {rows_beside(most)}"
     return Reading(slower.value, slower.low, slower.high, peer=slower.peer, note=note)
 
 

@@ -1,4 +1,7 @@
-"""What an eager call of a hand-written kernel costs on the host, through ``torch.library``."""
+"""What an eager call of a hand-written kernel costs on the host, through ``torch.library``.
+
+Beside it stands what the first call costs, which compiles the kernel.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,12 @@ import torch
 
 from fusedops.bench.goal_run import GoalRun, Reading
 from fusedops.bench.goals import goal
-from fusedops.bench.goals.cuda_rows import COVERS, MINE, best_peer
+from fusedops.bench.goals.cuda_compile import cold_outcomes
+from fusedops.bench.goals.cuda_rows import COVERS, MINE, best_peer, rows_beside
 from fusedops.bench.measurement import Failed, Outcome, summarize
 from fusedops.bench.oracles import bitwise
+from fusedops.providers.cuda_base import gpu_of
+from fusedops.providers.cuda_plan import Gpu
 
 __all__ = ["host_outcomes"]
 
@@ -60,13 +66,18 @@ def host_outcomes(device: torch.device | str) -> dict[str, Outcome]:
     return outcomes
 
 
+def _gpu(run: GoalRun) -> Gpu:
+    """What the kernels are compiled for."""
+    return gpu_of(torch.device(run.device).index or 0)
+
+
 @goal(
     "cuda.host_us",
     provider="cuda",
-    covers=(*COVERS, "csrc/transpose.cu", "csrc/reduce.cu", "fusedops/ops/op.py"),
+    covers=(*COVERS, "csrc", "fusedops/ops/op.py"),
 )
 def host_us(run: GoalRun) -> Reading:
-    """The slower of two operators; the note holds both."""
+    """The slower of two operators; the note holds both. Cold compiles are a row beside them."""
     rows = run.row("eager calls", lambda: host_outcomes(run.device))
     names = (MINE, f"{MINE} reduce")
     found = [run.mine(rows, name) for name in names]
@@ -75,4 +86,6 @@ def host_us(run: GoalRun) -> Reading:
         f"{name.removeprefix(MINE).strip() or 'transpose'} {each.median_us:.2f} us"
         for name, each in zip(names, found, strict=True)
     )
+    cold = {"cold compile": lambda: run.row("cold compile", lambda: cold_outcomes(run, _gpu(run)))}
+    note = f"{note}; {rows_beside(cold)}"
     return Reading.of(slower, run.goal.unit, peer=best_peer(rows), note=note)

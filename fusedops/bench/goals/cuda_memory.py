@@ -9,9 +9,10 @@ from fusedops.bench.contenders import Contender
 from fusedops.bench.data import Buffers
 from fusedops.bench.goal_run import GoalRun, Reading
 from fusedops.bench.goals import goal
-from fusedops.bench.goals.cuda_rows import COVERS, MINE, contenders, reading
+from fusedops.bench.goals.cuda_rows import COVERS, MINE, contenders, measured, reading
 from fusedops.bench.measurement import Measurement, Outcome, speedup
 from fusedops.bench.oracles import bitwise
+from fusedops.bench.peers import compiled_peers
 from fusedops.ops.transpose import transpose
 from fusedops.providers.cuda_copy import UNROLLS, copy
 
@@ -46,7 +47,7 @@ def transpose_outcomes(
         return x.t().contiguous()
 
     key = f"{rows}x{columns} {str(dtype).removeprefix('torch.')}"
-    return run.measure(key, contenders(transpose, torchs, check), make)
+    return measured(run, key, contenders(transpose, torchs, check), make)
 
 
 def _register(name: str, rows: int, columns: int, dtype: torch.dtype) -> None:
@@ -62,7 +63,7 @@ for _name, _case in TRANSPOSES.items():
 
 
 def copy_outcomes(run: GoalRun, total_bytes: int) -> dict[str, Outcome]:
-    """Our copy with each number of vectors a thread, and torch's product with a number."""
+    """Our copy with each number of vectors a thread; torch's product with a number and its copy."""
 
     def make(generator: torch.Generator) -> Buffers:
         x = torch.empty(total_bytes // 4, device=run.device).normal_(generator=generator)
@@ -84,8 +85,19 @@ def copy_outcomes(run: GoalRun, total_bytes: int) -> dict[str, Outcome]:
     def check_product(results: tuple[Tensor, ...], buffers: Buffers) -> str | None:
         return bitwise(results[0], buffers.inputs[0] * 1.5)
 
-    torchs = Contender("torch.mul", product, check_product)
-    return run.measure(f"{total_bytes} bytes", [*map(ours, UNROLLS), torchs], make)
+    def check_copy(results: tuple[Tensor, ...], buffers: Buffers) -> str | None:
+        return bitwise(results[0], buffers.inputs[0])
+
+    def copied(buffers: Buffers) -> None:
+        buffers.outputs[0].copy_(buffers.inputs[0])
+
+    found = [
+        *map(ours, UNROLLS),
+        Contender("torch.mul", product, check_product),
+        Contender("torch.copy_", copied, check_copy),
+        *compiled_peers(lambda x: x * 1.5, check_product),
+    ]
+    return measured(run, f"{total_bytes} bytes", found, make)
 
 
 @goal("cuda.copy_over_torch_mul", provider="cuda", covers=(*COVERS, "csrc/copy.cu"))

@@ -1,6 +1,13 @@
-"""Norms against torch, torch.compile, FlashInfer and QuACK: large, small, and quantized."""
+"""Norms against torch, torch.compile, FlashInfer and QuACK: large, small, and quantized.
+
+Beside the small RMSNorm stand every other norm at the sizes of a decode step, and what small
+kernels cost between two products.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -11,26 +18,41 @@ from fusedops.bench.data import Buffers
 from fusedops.bench.goal_run import GoalRun, Reading
 from fusedops.bench.goals import goal
 from fusedops.bench.goals.cuda_quantized import per_token, quantized_error
-from fusedops.bench.goals.cuda_rows import COVERS, MINE, reading
+from fusedops.bench.goals.cuda_rows import COVERS, MINE, measured, reading, rows_beside
+from fusedops.bench.goals.cuda_visible import VISIBLE_ROWS, visible_outcomes
 from fusedops.bench.measurement import Outcome
 from fusedops.bench.oracles import within
 from fusedops.bench.peers import (
-    Available,
     add_rms_norm_peers,
-    fresh_compile,
-    peer_status,
+    compiled_peers,
+    layer_norm_peers,
     rms_norm_peers,
 )
-from fusedops.ops.fused_quantize import rms_norm_quantize
-from fusedops.ops.norm import fused_add_rms_norm, rms_norm
+from fusedops.ops.fused_quantize import (
+    fused_add_rms_norm_quantize,
+    layer_norm_quantize,
+    rms_norm_quantize,
+)
+from fusedops.ops.norm import fused_add_rms_norm, layer_norm, rms_norm
 
-__all__ = ["SMALL_ROWS", "add_rms_norm_outcomes", "rms_norm_fp8_outcomes", "rms_norm_outcomes"]
+__all__ = [
+    "BESIDE_ROWS",
+    "QUANTIZED",
+    "SMALL_ROWS",
+    "add_rms_norm_outcomes",
+    "layer_norm_outcomes",
+    "quantized_outcomes",
+    "rms_norm_outcomes",
+]
 
 _COVERS = (*COVERS, "csrc/norm.cu", "fusedops/ops/norm.py", "fusedops/bench/peers.py")
 _EPS = 1e-6
 _ROWS, _COLUMNS = 16384, 4096
 SMALL_ROWS = (1, 4, 16, 64)
 """Rows of a decode step."""
+
+BESIDE_ROWS = (1, 16, 64)
+"""Those at which every other norm is measured."""
 
 _ERROR = 2.0**-7
 """Relative error of bfloat16 results: two roundings of 2^-9 each, and one more of a peer's sum."""
@@ -67,12 +89,13 @@ def rms_norm_outcomes(
         return rms_norm(x, weight, _EPS)
 
     key = f"rms_norm {rows}x{columns}"
-    return run.measure(
-        key, [Contender(MINE, ours, check), *rms_norm_peers(check, _EPS)], make, hot=hot
-    )
+    found = [Contender(MINE, ours, check), *rms_norm_peers(check, _EPS)]
+    return measured(run, key, found, make, hot=hot)
 
 
-def add_rms_norm_outcomes(run: GoalRun, rows: int, columns: int) -> dict[str, Outcome]:
+def add_rms_norm_outcomes(
+    run: GoalRun, rows: int, columns: int, *, hot: bool = False
+) -> dict[str, Outcome]:
     """Residual add and RMSNorm of bfloat16 rows."""
 
     def make(generator: torch.Generator) -> Buffers:
@@ -92,34 +115,103 @@ def add_rms_norm_outcomes(run: GoalRun, rows: int, columns: int) -> dict[str, Ou
 
     ours = Contender(MINE, fused, check)
     key = f"fused_add_rms_norm {rows}x{columns}"
-    return run.measure(key, [ours, *add_rms_norm_peers(check, _EPS)], make)
+    return measured(run, key, [ours, *add_rms_norm_peers(check, _EPS)], make, hot=hot)
 
 
-def rms_norm_fp8_outcomes(run: GoalRun, rows: int, columns: int) -> dict[str, Outcome]:
-    """RMSNorm of bfloat16 rows to e4m3 with a scale a row."""
+def _exact_layer(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """float64: LayerNorm, and the sum of magnitudes that its rounding errors follow."""
+    wide = x.double()
+    centered = wide - wide.mean(-1, keepdim=True)
+    scaled = centered * (centered.square().mean(-1, keepdim=True) + _EPS).rsqrt_() * weight.double()
+    return scaled + bias.double(), scaled.abs() + bias.double().abs()
+
+
+def layer_norm_outcomes(
+    run: GoalRun, rows: int, columns: int, *, hot: bool = False
+) -> dict[str, Outcome]:
+    """LayerNorm of bfloat16 rows with float32 parameters, of values that bfloat16 holds, too."""
 
     def make(generator: torch.Generator) -> Buffers:
-        return Buffers((_normal(run, generator, rows, columns), _normal(run, generator, columns)))
+        parameters = (_normal(run, generator, columns).float() for _ in range(2))
+        return Buffers((_normal(run, generator, rows, columns), *parameters))
 
     def check(results: tuple[Tensor, ...], buffers: Buffers) -> str | None:
-        exact = _exact(*buffers.inputs)
-        return quantized_error(results[0], results[1], exact, _ERROR * exact.abs())
+        exact, magnitude = _exact_layer(*buffers.inputs)
+        return within(results[0], exact, _ERROR * magnitude)
 
-    def torchs(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return per_token(F.rms_norm(x, (x.shape[-1],), weight, _EPS))
+    def normed(buffers: Buffers) -> Tensor:
+        x, weight, bias = buffers.inputs
+        return layer_norm(x, weight, bias, _EPS)
 
-    def ours(buffers: Buffers) -> tuple[Tensor, Tensor]:
-        x, weight = buffers.inputs
-        return rms_norm_quantize(x, weight, _EPS)
+    ours = Contender(MINE, normed, check)
+    found = [ours, *layer_norm_peers(check, _EPS)]
+    return measured(run, f"layer_norm {rows}x{columns}", found, make, hot=hot)
+
+
+def _rms_exactly(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    exact = _exact(x, weight)
+    return exact, exact.abs()
+
+
+def _sum_exactly(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return _rms_exactly(x + residual, weight)
+
+
+def _torch_rms(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    return per_token(F.rms_norm(x, (x.shape[-1],), weight, _EPS))
+
+
+def _torch_sum(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    added = x + residual
+    q, scale = _torch_rms(added, weight)
+    return q, added, scale
+
+
+def _torch_layer(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+    return per_token(F.layer_norm(x, (x.shape[-1],), weight, bias, _EPS))
+
+
+Exactly = Callable[..., tuple[Tensor, Tensor]]
+
+Quantizing = Callable[..., tuple[Tensor, ...]]
+
+QUANTIZED: dict[str, tuple[tuple[int, int], Quantizing, Quantizing, Exactly]] = {
+    "rms_norm_quantize": ((1, 1), rms_norm_quantize, _torch_rms, _rms_exactly),
+    "fused_add_rms_norm_quantize": (
+        (2, 1),
+        fused_add_rms_norm_quantize,
+        _torch_sum,
+        _sum_exactly,
+    ),
+    "layer_norm_quantize": ((1, 2), layer_norm_quantize, _torch_layer, _exact_layer),
+}
+"""Norms to e4m3 with a scale a row: how many matrices and vectors they take, ours, torch's, and
+the values in float64. Results are q first and the scales last."""
+
+
+def quantized_outcomes(
+    run: GoalRun, rows: int, columns: int, name: str = "rms_norm_quantize", *, hot: bool = False
+) -> dict[str, Outcome]:
+    """A norm of ``QUANTIZED`` of bfloat16 rows."""
+    (matrices, vectors), ours, torchs, exactly = QUANTIZED[name]
+
+    def make(generator: torch.Generator) -> Buffers:
+        shapes = [(rows, columns)] * matrices + [(columns,)] * vectors
+        return Buffers(tuple(_normal(run, generator, *shape) for shape in shapes))
+
+    def check(results: tuple[Tensor, ...], buffers: Buffers) -> str | None:
+        exact, magnitude = exactly(*buffers.inputs)
+        return quantized_error(results[0], results[-1], exact, _ERROR * magnitude)
 
     found = [
-        Contender(MINE, ours, check),
+        Contender(MINE, lambda buffers: ours(*buffers.inputs, _EPS), check),
         Contender("torch", lambda buffers: torchs(*buffers.inputs), check),
+        *compiled_peers(torchs, check),
     ]
-    if isinstance(peer_status(["torch.compile"])["torch.compile"], Available):
-        compiled = fresh_compile(torchs)
-        found.append(Contender("torch.compile", lambda b: compiled(*b.inputs), check))
-    return run.measure(f"rms_norm_quantize {rows}x{columns}", found, make)
+    return measured(run, f"{name} {rows}x{columns}", found, make, hot=hot, reasons=_ONE_SCALE)
+
+
+_ONE_SCALE = {"flashinfer": "its quantizing norms take one given scale for all rows"}
 
 
 @goal("cuda.rms_norm", provider="cuda", covers=_COVERS)
@@ -141,10 +233,30 @@ def large_with_residual(run: GoalRun) -> Reading:
 )
 def large_quantized(run: GoalRun) -> Reading:
     """The same as e4m3 with a scale a row."""
-    return reading(run, rms_norm_fp8_outcomes(run, _ROWS, _COLUMNS))
+    return reading(run, quantized_outcomes(run, _ROWS, _COLUMNS))
 
 
-@goal("cuda.rms_norm_small", provider="cuda", covers=_COVERS)
+def _beside(run: GoalRun) -> dict[str, Callable[[], dict[str, Outcome]]]:
+    """Every other norm at the sizes of a decode step, then small kernels between products."""
+    found: dict[str, Callable[[], dict[str, Outcome]]] = {}
+    for rows in BESIDE_ROWS:
+        norms: dict[str, Callable[..., dict[str, Outcome]]] = {
+            "fused_add_rms_norm": add_rms_norm_outcomes,
+            "layer_norm": layer_norm_outcomes,
+            **{name: partial(quantized_outcomes, name=name) for name in QUANTIZED},
+        }
+        for name, outcomes in norms.items():
+            found[f"{name} {rows}"] = partial(outcomes, run, rows, _COLUMNS, hot=True)
+    for rows in VISIBLE_ROWS:
+        found[f"visible {rows}"] = partial(visible_outcomes, run, rows, _COLUMNS)
+    return found
+
+
+@goal(
+    "cuda.rms_norm_small",
+    provider="cuda",
+    covers=(*_COVERS, "csrc/activation.cu", "csrc/quantize.cu", "csrc/rope_append.cu"),
+)
 def small(run: GoalRun) -> Reading:
     """The slowest of some numbers of rows, whose data lies in the L2 as in a decode step."""
     found = {
@@ -154,4 +266,5 @@ def small(run: GoalRun) -> Reading:
     note = ", ".join(
         f"{rows} rows {each.value:.2f} us ({each.peer})" for rows, each in found.items()
     )
+    note = f"{note}; {rows_beside(_beside(run))}"
     return Reading(slowest.value, slowest.low, slowest.high, peer=slowest.peer, note=note)

@@ -1,4 +1,7 @@
-"""Reductions against torch and CUB: whole tensors, rows, columns, logsumexp and argmax."""
+"""Reductions against torch and CUB: whole tensors, rows, columns, logsumexp and argmax.
+
+Beside the sum of 2^28 floats stand rows of integers and of maxima.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,21 @@ from fusedops.bench.contenders import Contender
 from fusedops.bench.data import Buffers
 from fusedops.bench.goal_run import GoalRun, Reading
 from fusedops.bench.goals import goal
-from fusedops.bench.goals.cuda_rows import COVERS, contenders, reading
+from fusedops.bench.goals.cuda_rows import (
+    COVERS,
+    MINE,
+    best_peer,
+    contenders,
+    measured,
+    reading,
+    rows_beside,
+)
 from fusedops.bench.measurement import Outcome
 from fusedops.bench.oracles import bitwise, within
 from fusedops.bench.peers import Check, sum_peers
 from fusedops.ops.reduce import reduce
 
-__all__ = ["reduce_outcomes", "reduce_row"]
+__all__ = ["BESIDE", "reduce_outcomes", "reduce_row"]
 
 _COVERS = (*COVERS, "csrc/reduce.cu", "fusedops/ops/reduce.py")
 _ACCUMULATION = 2.0**-18
@@ -37,6 +48,18 @@ def _exact(x: Tensor, op: str, dim: int | None) -> tuple[Tensor, Tensor]:
     return wide.sum(dims), _ACCUMULATION * wide.abs_().sum(dims)
 
 
+def _kept(x: Tensor, dim: int | None) -> tuple[int, ...]:
+    """The shape of a result."""
+    return () if dim is None else tuple(n for d, n in enumerate(x.shape) if d != dim % x.dim())
+
+
+def _by_torch(op: str, dim: int | None) -> TorchCall:
+    """torch's reduction of all elements or of one dimension."""
+    if op == "max":
+        return torch.amax if dim is None else partial(torch.amax, dim=dim)
+    return torch.sum if dim is None else partial(torch.sum, dim=dim)
+
+
 def _check(op: str, dim: int | None) -> Check:
     def check(results: tuple[Tensor, ...], buffers: Buffers) -> str | None:
         x = buffers.inputs[0]
@@ -45,32 +68,69 @@ def _check(op: str, dim: int | None) -> Check:
             largest = x.amax(dims, keepdim=True)
             first = (x == largest).to(torch.int8).argmax(dim)
             return bitwise(results[0], first)
+        if op == "max":
+            return bitwise(results[0].reshape(_kept(x, dim)), _by_torch(op, dim)(x))
+        if not x.is_floating_point():
+            # CUB adds in 32 bits, which hold these sums.
+            return bitwise(results[0].long().reshape(_kept(x, dim)), _by_torch(op, dim)(x))
         exact, bound = _exact(x, op, dim)
         return within(results[0].reshape(exact.shape), exact, bound)
 
     return check
 
 
+def _with_dimension(function: TorchCall) -> TorchCall:
+    return lambda x: function(x).view(1)
+
+
 def reduce_row(op: str, dim: int | None, torchs: TorchCall) -> list[Contender]:
     """Our reduction of a row's one input, torch's, and CUB's where it has one."""
     check = _check(op, dim)
-    found = contenders(partial(reduce, op=op, dim=dim), torchs, check)
-    if op == "sum" and dim is None:
-        found += [peer for peer in sum_peers(check) if peer.name == "cub"]
+    ours: TorchCall = partial(reduce, op=op, dim=dim)
+    if dim is None:
+        # A result without dimensions cannot be overwritten byte by byte before it is checked.
+        ours, torchs = _with_dimension(ours), _with_dimension(torchs)
+    found = contenders(ours, torchs, check)
+    if op in ("sum", "max") and dim is None:
+        found += [peer for peer in sum_peers(check, op) if peer.name == "cub"]
     return found
 
 
+_NOT_CUB = {"cub": "left out: its segmented reductions read an offset for each row"}
+
+
 def reduce_outcomes(
-    run: GoalRun, shape: tuple[int, ...], op: str, dim: int | None, torchs: TorchCall
+    run: GoalRun,
+    shape: tuple[int, ...],
+    op: str,
+    dim: int | None,
+    torchs: TorchCall,
+    dtype: torch.dtype = torch.float32,
 ) -> dict[str, Outcome]:
-    """One reduction of a float32 tensor of normal values."""
+    """One reduction of a tensor of normal values, or of integers from -8 to 8."""
 
     def make(generator: torch.Generator) -> Buffers:
-        return Buffers((torch.empty(shape, device=run.device).normal_(generator=generator),))
+        x = torch.empty(shape, dtype=dtype, device=run.device)
+        if dtype.is_floating_point:
+            return Buffers((x.normal_(generator=generator),))
+        return Buffers((x.random_(-8, 9, generator=generator),))
 
     size = "x".join(map(str, shape))
     key = f"{op} {size} over {'all' if dim is None else dim}"
-    return run.measure(key, reduce_row(op, dim, torchs), make)
+    if dtype is not torch.float32:
+        key = f"{key} {str(dtype).removeprefix('torch.')}"
+    reasons = _NOT_CUB if dim == 1 and op in ("sum", "max") else None
+    return measured(run, key, reduce_row(op, dim, torchs), make, reasons=reasons)
+
+
+BESIDE: tuple[tuple[str, tuple[int, ...], int | None, torch.dtype], ...] = (
+    ("sum", (2**28,), None, torch.int32),
+    ("max", (2**28,), None, torch.float32),
+    ("max", (2**28,), None, torch.int32),
+    ("max", (16384, 16384), 1, torch.float32),
+    ("sum", (16384, 16384), 1, torch.int32),
+)
+"""Rows beside the sum of 2^28 floats: operation, shape, dimension, dtype."""
 
 
 def _register(name: str, shape: tuple[int, ...], op: str, dim: int | None, call: TorchCall) -> None:
@@ -79,7 +139,21 @@ def _register(name: str, shape: tuple[int, ...], op: str, dim: int | None, call:
         return reading(run, reduce_outcomes(run, shape, op, dim, call))
 
 
-_register("reduce.sum_2p28", (2**28,), "sum", None, torch.sum)
+@goal("cuda.reduce.sum_2p28", provider="cuda", covers=_COVERS)
+def sum_of_all(run: GoalRun) -> Reading:
+    """The sum of floats; ``BESIDE`` are kept with it."""
+    outcomes = reduce_outcomes(run, (2**28,), "sum", None, torch.sum)
+    mine = run.mine(outcomes, MINE)
+    beside = {
+        f"{op} {str(dtype).removeprefix('torch.')} {len(shape)}D": partial(
+            reduce_outcomes, run, shape, op, dim, _by_torch(op, dim), dtype
+        )
+        for op, shape, dim, dtype in BESIDE
+    }
+    note = rows_beside(beside)
+    return Reading.of(mine, run.goal.unit, peer=best_peer(outcomes), note=note)
+
+
 _register("reduce.sum_2p16", (2**16,), "sum", None, torch.sum)
 _register(
     "reduce.logsumexp",

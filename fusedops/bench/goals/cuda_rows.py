@@ -1,19 +1,40 @@
-"""What the goals of the hand-written kernels share: contenders, and how a row is read."""
+"""What the goals of the hand-written kernels share: contenders, and how a row is read.
+
+A goal may keep rows that it does not count beside those that it does: other sizes, dtypes and
+operations of the same kernels. They resume like any row, and none of them can fail the goal.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 
-from fusedops.bench.contenders import Contender
-from fusedops.bench.goal_run import GoalRun, Reading
-from fusedops.bench.measurement import Measurement, Outcome
-from fusedops.bench.peers import Available, Check, fresh_compile, peer_status
+from fusedops.bench.contenders import Contender, measure
+from fusedops.bench.data import Buffers
+from fusedops.bench.goal_run import GoalRun, OutOfTimeError, Reading
+from fusedops.bench.measurement import Absent, Failed, Measurement, Outcome
+from fusedops.bench.peers import COMPILE_BUDGET, Check, compiled_peers, peer_status
 
-__all__ = ["COVERS", "MINE", "best_peer", "contenders", "reading"]
+__all__ = [
+    "COVERS",
+    "MINE",
+    "TABLE_PEERS",
+    "best_peer",
+    "bounded",
+    "contenders",
+    "measured",
+    "reading",
+    "rows_beside",
+    "with_absent",
+]
 
 MINE = "fusedops"
+
+TABLE_PEERS = ("torch.compile", "flashinfer", "quack", "cub")
+"""Peers that every table has beside torch, timed or with the reason why not."""
 
 COVERS = (
     "csrc/include",
@@ -32,10 +53,98 @@ def contenders(
     def on_input(name: str, function: Callable[[Tensor], Tensor]) -> Contender:
         return Contender(name, lambda buffers: function(buffers.inputs[0]), check)
 
-    found = [on_input(MINE, ours), on_input("torch", torchs)]
-    if isinstance(peer_status(["torch.compile"])["torch.compile"], Available):
-        found.append(on_input("torch.compile", fresh_compile(torchs)))
-    return found
+    return [on_input(MINE, ours), on_input("torch", torchs), *compiled_peers(torchs, check)]
+
+
+def with_absent(
+    outcomes: Mapping[str, Outcome], reasons: Mapping[str, str] | None = None
+) -> dict[str, Outcome]:
+    """A row with every peer of ``TABLE_PEERS``: what is not timed is there with its reason.
+
+    Args:
+        outcomes: what was measured.
+        reasons: peer -> why it takes no part although it is installed; by default it has no such
+            operation. Other names than those of ``TABLE_PEERS`` are added.
+    """
+    known = reasons or {}
+    missing = [name for name in TABLE_PEERS if name not in outcomes]
+    status = peer_status(missing) | {"torch.compile": COMPILE_BUDGET.status()}
+    absent: dict[str, Outcome] = {}
+    for name in missing:
+        state = status[name]
+        reason = known.get(name, "it has no operation like this one")
+        absent[name] = state if isinstance(state, Absent) else Absent(reason)
+    others = [name for name in known if name not in outcomes and name not in TABLE_PEERS]
+    return {**outcomes, **absent, **{name: Absent(known[name]) for name in others}}
+
+
+def measured(
+    run: GoalRun,
+    key: str,
+    found: Sequence[Contender],
+    make_buffers: Callable[[torch.Generator], Buffers],
+    *,
+    hot: bool = False,
+    reasons: Mapping[str, str] | None = None,
+) -> dict[str, Outcome]:
+    """``GoalRun.measure`` of a row that also says which peers are absent; see ``with_absent``."""
+
+    def measure_row() -> dict[str, Outcome]:
+        outcomes = measure(found, make_buffers, device=run.device, hot=hot, protocol=run.protocol)
+        return with_absent(outcomes, reasons)
+
+    return run.row(key, measure_row)
+
+
+def bounded(row: Measurement, limit_us: float, value_us: float | None = None) -> Measurement:
+    """A row that is held against a bound, which its notes name with ``ok`` or ``missed``.
+
+    Args:
+        row: as measured.
+        limit_us: what ``value_us`` (by default the median) may not exceed.
+    """
+    value_us = row.median_us if value_us is None else value_us
+    verdict = "ok" if value_us <= limit_us else _MISSED
+    return replace(row, notes=(*row.notes, f"{_BOUND} {limit_us:.10g} us: {verdict}"))
+
+
+_BOUND, _MISSED = "bound", "missed"
+
+
+def _complaint(row: Outcome) -> str | None:
+    """What is to be said about a row of ours that is not as it should be, or None."""
+    if not isinstance(row, Measurement):
+        return row.reason
+    notes = [note for note in row.notes if note.startswith(_BOUND) and note.endswith(_MISSED)]
+    return f"{row.median_us:.2f} us, {notes[0]}" if notes else None
+
+
+def rows_beside(rows: Mapping[str, Callable[[], Mapping[str, Outcome]]]) -> str:
+    """Rows that a goal keeps without counting them; what goes wrong ends its own row only.
+
+    Args:
+        rows: name -> measures (or takes over) one row.
+
+    Returns:
+        for the goal's note: how many rows there are, and which of our contenders failed or missed
+        their bound.
+
+    Raises:
+        OutOfTimeError: the budget was spent.
+    """
+    complaints = []
+    for name, measure_row in rows.items():
+        try:
+            outcomes = measure_row()
+        except OutOfTimeError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the goal's own rows are measured all the same
+            outcomes = {MINE: Failed(f"{type(error).__name__}: {error}")}
+        for contender, row in outcomes.items():
+            complaint = _complaint(row) if contender.startswith(MINE) else None
+            if complaint is not None:
+                complaints.append(f"{name}{contender.removeprefix(MINE)}: {complaint}")
+    return "; ".join([f"{len(rows)} rows beside", *complaints])
 
 
 def best_peer(rows: Mapping[str, Outcome]) -> str:

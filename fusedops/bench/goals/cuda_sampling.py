@@ -13,15 +13,18 @@ from fusedops.bench.contenders import Contender
 from fusedops.bench.data import Buffers
 from fusedops.bench.goal_run import GoalRun, Reading
 from fusedops.bench.goals import goal
-from fusedops.bench.goals.cuda_rows import COVERS, MINE, reading
-from fusedops.bench.measurement import Outcome, speedup
+from fusedops.bench.goals.cuda_rows import COVERS, MINE, measured, reading
+from fusedops.bench.measurement import Absent, Outcome, speedup
 from fusedops.bench.oracles import bitwise
-from fusedops.bench.peers import Available, peer_status
+from fusedops.bench.peers import Available, compiled_peers, peer_status
 from fusedops.ops.sampling import sample
 from fusedops.providers.base import use_provider
 from fusedops.providers.cuda_sampling import top_k
 
-__all__ = ["CUTS", "sampling_outcomes", "top_k_outcomes"]
+__all__ = ["CUTS", "RADIX_SELECT", "sampling_outcomes", "top_k_outcomes"]
+
+RADIX_SELECT = "radix select (flashinfer.top_k)"
+"""The selection that RAFT's ``select_k`` does: by digits of the keys, from the highest on."""
 
 _COVERS = (*COVERS, "csrc/sampling.cu", "fusedops/ops/sampling.py")
 _SHAPE = (64, 128256)
@@ -121,7 +124,10 @@ def sampling_outcomes(
     found = [Contender(MINE, ours, check), Contender("torch", torchs, check)]
     if isinstance(peer_status(["flashinfer"])["flashinfer"], Available):
         found.append(_flashinfer(k, p, check))
-    return run.measure(f"{shape[0]}x{shape[1]} k={k} p={p}", found, make)
+    reasons = {
+        "torch.compile": "left out: the row torch is one operator to it, which stays as it is"
+    }
+    return measured(run, f"{shape[0]}x{shape[1]} k={k} p={p}", found, make, reasons=reasons)
 
 
 @goal("cuda.sampling", provider="cuda", covers=_COVERS)
@@ -141,7 +147,7 @@ def sampling(run: GoalRun) -> Reading:
 def top_k_outcomes(
     run: GoalRun, shape: tuple[int, int], k: int, ours: Callable[..., tuple[Tensor, Tensor]]
 ) -> dict[str, Outcome]:
-    """The k largest of each row, sorted: ``ours``, torch's, FlashInfer's radix selection."""
+    """The k largest of each row, sorted: ``ours``, torch's, and FlashInfer's radix selection."""
 
     def make(generator: torch.Generator) -> Buffers:
         return Buffers((torch.empty(shape, device=run.device).normal_(generator=generator),))
@@ -159,11 +165,25 @@ def top_k_outcomes(
     def on_input(name: str, function: Callable[..., Any]) -> Contender:
         return Contender(name, lambda buffers: tuple(function(buffers.inputs[0], k)), check)
 
-    found = [on_input(MINE, ours), on_input("torch", torchs)]
-    if isinstance(peer_status(["flashinfer"])["flashinfer"], Available):
-        select = importlib.import_module("flashinfer").top_k
-        found.append(on_input("flashinfer", lambda x, k: select(x, k, sorted=True)))
-    return run.measure(f"{shape[0]}x{shape[1]} k={k}", found, make)
+    found = [
+        on_input(MINE, ours),
+        on_input("torch", torchs),
+        *compiled_peers(lambda x: tuple(torch.topk(x, k, dim=1)), check),
+    ]
+    status = peer_status(["flashinfer"])["flashinfer"]
+    if isinstance(status, Available):
+        # Looked up when it runs, so that a release without it is a row with that reason.
+        def select(x: Tensor, k: int) -> Any:
+            return importlib.import_module("flashinfer").top_k(x, k, sorted=True)
+
+        found.append(on_input(RADIX_SELECT, select))
+    reasons = {
+        "flashinfer": f"it is the row {RADIX_SELECT}",
+        "quack": "its top-k takes rows of up to 4096 elements",
+    }
+    if isinstance(status, Absent):
+        reasons[RADIX_SELECT] = status.reason
+    return measured(run, f"{shape[0]}x{shape[1]} k={k}", found, make, reasons=reasons)
 
 
 @goal("cuda.topk50", provider="cuda", covers=_COVERS)

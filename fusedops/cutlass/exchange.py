@@ -1,16 +1,14 @@
 """Adding the partial sums of a cluster's two CTAs through distributed shared memory.
 
-The sums are sent by stores that complete transactions of the receiver's barrier: what the receiver
-waits for is one way through the cluster, with neither a fence nor an arrival behind the data. A CTA
-has received all that its peer sends before it ends, so the cluster need not meet once more.
-
-Sources: PTX ISA, "mapa", "st.async", "mbarrier" (expect-tx and complete-tx operations).
+A CTA has received all that its peer sends before it ends, so the cluster need not meet once more.
 """
 
 from __future__ import annotations
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Int32, cute
+
+from fusedops.cutlass.distributed import mapped, read, send
 
 __all__ = ["exchange_halves"]
 
@@ -47,16 +45,16 @@ def exchange_halves(
     base = Int32(exchange.iterator.toint()) + thread * (4 * vector)
     for own in cutlass.range_constexpr(2):
         if rank == own:
-            remote, barrier = _mapped(base, 1 - own), _mapped(Int32(received.toint()), 1 - own)
+            remote, barrier = mapped(base, 1 - own), mapped(received.toint(), 1 - own)
             for first in cutlass.range_constexpr(0, owned, vector):
                 sent = [acc[_source(first + e, 1 - own)] for e in range(vector)]
-                _send(remote + first * (4 * threads), sent, barrier)
+                send(remote + first * (4 * threads), sent, barrier)
                 for e in cutlass.range_constexpr(vector):
                     mine[first + e] = acc[_source(first + e, own)]
     cute.arch.mbarrier_wait(received, step & 1)
     # Two terms: their sum does not depend on the order, and one CTA alone computes it.
     for first in cutlass.range_constexpr(0, owned, vector):
-        given = _received(base + first * (4 * threads), vector)
+        given = read(base + first * (4 * threads), vector)
         for e in cutlass.range_constexpr(vector):
             mine[first + e] = mine[first + e] + given[e]
 
@@ -64,31 +62,3 @@ def exchange_halves(
 def _source(j: int, rank: int) -> int:
     """Accumulator of owned value ``j`` of a rank: of each pair of columns it has one."""
     return (j >> 1) * 4 + (j & 1) * 2 + rank
-
-
-def _mapped(address: Int32, rank: int) -> Int32:
-    """The address in the shared memory of the cluster's CTA ``rank``."""
-    return cute.arch.inline_ptx(
-        "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};",
-        write_only_types=[Int32],
-        read_only_args=[address, Int32(rank)],
-    )
-
-
-def _send(address: Int32, values: list[Float32], barrier: Int32) -> None:
-    registers = ", ".join(f"{{$r{e + 2}}}" for e in range(len(values)))
-    cute.arch.inline_ptx(
-        f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v{len(values)}.f32 "
-        f"[{{$r0}}], {{{registers}}}, [{{$r1}}];",
-        read_only_args=[address, barrier, *values],
-    )
-
-
-def _received(address: Int32, vector: int) -> tuple[Float32, ...]:
-    registers = ", ".join(f"{{$w{e}}}" for e in range(vector))
-    values: tuple[Float32, ...] = cute.arch.inline_ptx(
-        f"ld.shared.v{vector}.f32 {{{registers}}}, [{{$r0}}];",
-        write_only_types=[Float32] * vector,
-        read_only_args=[address],
-    )
-    return values

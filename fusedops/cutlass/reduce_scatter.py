@@ -5,13 +5,15 @@ those columns come from the same threads of the other CTAs, and a chain of the e
 as on a narrower tile. The sums go through distributed shared memory, into the ring that the main
 loop has left::
 
-    main loop done -> tell every peer (``drained``) -> all peers drained: write their columns into
-    their shared memory, tell them (``received``) -> all received: add in the order of the distance
+    main loop done -> tell every peer (``drained``) -> all peers drained: send their columns into
+    their shared memory (``received`` counts the bytes) -> all received: add in the order of the
+    distance
 
-Both barriers are used once, for clusters have one tile. The order in which a CTA adds is fixed, and
-one CTA alone computes an element, so results are bitwise repeatable.
+Both barriers are used once, for clusters have one tile, and a CTA has received all that its peers
+send before it ends, so the cluster need not meet once more. The order in which a CTA adds is fixed,
+and one CTA alone computes an element, so results are bitwise repeatable.
 
-Sources: PTX ISA, "mapa", "st" (.shared::cluster), "mbarrier.arrive".
+Sources: PTX ISA, "mbarrier.arrive".
 """
 
 from __future__ import annotations
@@ -20,8 +22,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Int32, cute
 from cutlass._mlir.dialects.nvvm import MemScopeKind
+
+from fusedops.cutlass.distributed import mapped, read, send
 
 __all__ = ["ReduceScatter"]
 
@@ -50,9 +54,10 @@ class ReduceScatter:
 
     def initialize(self, drained: Any, received: Any) -> None:
         """Set the barriers up; one thread calls this before the cluster synchronises."""
-        arrivals = (self.split - 1) * self.threads
-        cute.arch.mbarrier_init(drained, arrivals)
-        cute.arch.mbarrier_init(received, arrivals)
+        others = (self.split - 1) * self.threads
+        cute.arch.mbarrier_init(drained, others)
+        cute.arch.mbarrier_init(received, 1)
+        cute.arch.mbarrier_arrive_and_expect_tx(received, others * self.owned * 4)
 
     @cute.jit
     def run(
@@ -81,13 +86,9 @@ class ReduceScatter:
             if rank == own:
                 for distance in cutlass.range_constexpr(1, self.split):
                     peer = (own + distance) % self.split
-                    self._send(acc, buffer, peer, distance, thread)
+                    self._send(acc, buffer, received, peer, distance, thread)
                 self._keep(acc, mine, own)
-        for distance in cutlass.range_constexpr(1, self.split):
-            peer = (rank + distance) % self.split
-            cute.arch.mbarrier_arrive(received, peer, scope=MemScopeKind.CLUSTER)
         cute.arch.mbarrier_wait(received, 0)
-        cute.arch.fence_acq_rel_cluster()
         for distance in cutlass.range_constexpr(1, self.split):
             self._add(mine, buffer, distance, thread)
 
@@ -98,11 +99,7 @@ class ReduceScatter:
     def _add(self, mine: Any, buffer: Any, distance: int, thread: Any) -> None:
         """Add what came from ``distance`` ranks off."""
         for first in range(0, self.owned, _VECTOR):
-            given = cute.arch.inline_ptx(
-                "ld.shared.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-                write_only_types=[Float32] * _VECTOR,
-                read_only_args=[Int32(buffer + self._offset(distance, first, thread))],
-            )
+            given = read(buffer + self._offset(distance, first, thread), _VECTOR)
             for e in range(_VECTOR):
                 mine[first + e] = mine[first + e] + given[e]
 
@@ -111,19 +108,12 @@ class ReduceScatter:
         vectors = self.owned // _VECTOR
         return (((distance - 1) * vectors + first // _VECTOR) * self.threads + thread) * 16
 
-    def _send(self, acc: Any, buffer: Any, peer: int, distance: int, thread: Any) -> None:
+    def _send(
+        self, acc: Any, buffer: Any, received: Any, peer: int, distance: int, thread: Any
+    ) -> None:
         """Write what ``peer``, ``distance`` ranks on, owns into its shared memory."""
-        remote = cute.arch.inline_ptx(
-            "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};",
-            write_only_types=[Int32],
-            read_only_args=[Int32(buffer), Int32(peer)],
-        )
+        remote, barrier = mapped(buffer, peer), mapped(received.toint(), peer)
         for first in range(0, self.owned, _VECTOR):
             at = peer * self.owned + first
-            cute.arch.inline_ptx(
-                "st.shared::cluster.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-                read_only_args=[
-                    Int32(remote + self._offset(distance, first, thread)),
-                    *(acc[at + e] for e in range(_VECTOR)),
-                ],
-            )
+            sums = [acc[at + e] for e in range(_VECTOR)]
+            send(remote + self._offset(distance, first, thread), sums, barrier)

@@ -223,7 +223,7 @@ class PrefillGemm:
                 (full, empty, drained, received),
                 (cluster, clusters, rank),
             )
-        if const_expr(cfg.ctas > 1):
+        if const_expr(cfg.cluster > 1):
             # A CTA's barriers must outlive the other's last arrival there.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
@@ -318,7 +318,9 @@ class PrefillGemm:
                 buffer = (buffer + epilogue.stores) % STORE_BUFFERS
         if const_expr(self.aligned):
             if thread < 32:
-                cute.arch.cp_async_bulk_wait_group(0)
+                # The staging buffers must outlive the reads from them; that the result is written
+                # is for the end of the grid.
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def _emission(self, tensors: Any) -> ChainEmission:
         count = len(self.operand_names)

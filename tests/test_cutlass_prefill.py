@@ -118,7 +118,7 @@ def test_resources_fit_an_sm(tile: PrefillTile, chain: str) -> None:
     ("changes", "reason"),
     [
         ({"tile_m": 96}, "no multiple of 128"),
-        ({"tile_n": 100}, "accepted: 32"),
+        ({"tile_n": 100}, "accepted: multiples of 16"),
         ({"cluster_m": 2, "cluster_n": 2}, "one or two CTAs"),
         ({"mode": "both"}, "accepted: cooperative"),
         ({"tile_m": 512}, "accumulators"),

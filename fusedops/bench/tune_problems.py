@@ -16,7 +16,7 @@ from fusedops.config import (
     prefill_tiles,
     tuning_key,
 )
-from fusedops.config.files import NamedTile, tuning_m
+from fusedops.config.files import NamedTile, tuning_m, winners
 from fusedops.errors import ConfigError, UnsupportedError
 from fusedops.jit.prebuild import Work
 from fusedops.packing import padded_gate_rows
@@ -194,13 +194,17 @@ def tune_problems(
 
 
 def _shortlist(tiles: Sequence[Tile], problem: GemmProblem, top: int) -> list[Tile]:
-    """The legal tiles that the model finds fastest: ``top``, and those it ties with the last."""
+    """The legal tiles that the model finds fastest: ``top``, and those it ties with the last.
+
+    Besides those that were measured fastest for the product at another M.
+    """
     legal = [tile for tile in tiles if tile.legal(problem) is None]
     ranked = sorted(legal, key=lambda tile: (tile.predicted_us(problem), tile.name))
     if not ranked:
         return []
     limit_us = ranked[min(top, len(ranked)) - 1].predicted_us(problem)
-    return [tile for tile in ranked if tile.predicted_us(problem) <= limit_us]
+    known = winners(problem, problem.gpu)
+    return [t for t in ranked if t.predicted_us(problem) <= limit_us or t.name in known]
 
 
 def candidates(problem: GemmProblem, top: int) -> list[CutlassCandidate]:

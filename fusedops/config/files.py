@@ -27,6 +27,7 @@ __all__ = [
     "tuned_path",
     "tuning_key",
     "tuning_m",
+    "winners",
 ]
 
 SHARED_BYTES = 227 * 1024
@@ -35,10 +36,11 @@ SHARED_BYTES = 227 * 1024
 TUNED_SCHEMA = 1
 """Version of the layout of ``cutlass_configs/tuned/<gpu>.json``."""
 
-DECODE_BUCKETS = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
+DECODE_BUCKETS = (8, 16, 32, 48, 64, 80, 96, 112, 128)
 """Padded M of the decode kernels: the wgmma N they are compiled for. They lie close together since
 a row of a tile that lies beyond x costs the TMA unit about 3.5 ns for each 128 bytes of K: o of
-Llama-3-8B took 15.0 us at M = 65 padded to 96, and 11.5 us at M = 96."""
+Llama-3-8B took 15.0 us at M = 65 padded to 96, and 11.5 us at M = 96. CuTe DSL 4.8 aborts on an odd
+number of 8 rows beyond the first."""
 
 _TUNED_DECODE_M = (8, 16, 32, 64, 96, 128)
 
@@ -163,6 +165,18 @@ def tuning_key(problem: GemmProblem) -> str:
     gated = "gated" if spec.out_n != spec.n else "plain"
     dtype = str(problem.x_dtype).removeprefix("torch.")
     return f"n{spec.n} k{spec.k} m{tuning_m(problem.m)} {dtype} {gated}"
+
+
+def winners(problem: GemmProblem, gpu: str) -> set[str]:
+    """Tiles that were measured fastest for the problem's product at any M."""
+
+    def product(key: str) -> list[str]:
+        sizes = key.split()
+        return sizes[:2] + sizes[3:]
+
+    wanted = product(tuning_key(problem))
+    choices = tuned_choices(gpu)
+    return {row["config"] for key, row in choices.items() if product(key) == wanted}
 
 
 def choose_tile(family: str, tiles: Sequence[Tile], problem: GemmProblem, gpu: str) -> Tile:

@@ -64,7 +64,7 @@ class PrefillConfig:
 
     Attributes:
         tile_m: rows of x of a tile, a multiple of 64 (of 128 when cooperative).
-        tile_n: rows of the weight of a tile, a multiple of 32, at most 256.
+        tile_n: rows of the weight of a tile, a multiple of 16, at most 256.
         stages: TMA stages of the ring.
         cluster_m, cluster_n: CTAs of a cluster along M (they share the weight tile) and N (they
             share the x tile); at most two together.
@@ -137,8 +137,12 @@ class PrefillTile:
         rows = _WGMMA_ROWS * (1 if self.mode == "pingpong" else CONSUMERS)
         if self.tile_m % rows or self.tile_m < rows:
             raise ConfigError(f"{self.name}: tile_m={self.tile_m} is no multiple of {rows}.")
-        if self.tile_n % 32 or not 32 <= self.tile_n <= 256:
-            raise ConfigError(f"{self.name}: tile_n={self.tile_n}; accepted: 32, 64 ... 256.")
+        step = MIN_STEP_COLUMNS * self.cluster_m
+        if self.tile_n % step or not 32 <= self.tile_n <= 256:
+            raise ConfigError(
+                f"{self.name}: tile_n={self.tile_n}; accepted: multiples of {step}, of which "
+                f"each CTA loads {MIN_STEP_COLUMNS} or more rows, from 32 to 256."
+            )
         if self.cluster_m * self.cluster_n not in (1, 2):
             raise ConfigError(f"{self.name}: a cluster has one or two CTAs.")
         if self.split > 1:

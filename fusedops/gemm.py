@@ -219,9 +219,10 @@ def gemm(
 
     Args:
         x: activations (..., K), K contiguous; float32, bf16, fp16, e4m3 or int8.
-        w: weight (N, K) as nn.Linear stores it, in x's dtype. Neither it nor a prologue's
-            ``norm_weight`` may be the result of a kernel just before this call: they are read
-            before that one has ended.
+        w: weight (N, K) as nn.Linear stores it, in x's dtype. It and a prologue's
+            ``norm_weight`` are read before the kernel ahead of this call has ended, unless a call
+            of fusedops made them just now (2 us more). A kernel of your own that allows dependents
+            to launch early must not write them right before this call.
         epilogue: a chain or its text, e.g. ``"bias|act(silu)"``; see ``fusedops.epilogue``.
         operands: what the chain reads, by name or in the chain's order.
         out_dtype: float32, bf16, fp16, or e4m3 or int8, to which the result saturates; default:

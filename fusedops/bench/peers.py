@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
+import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -73,6 +74,12 @@ def _import_peer(module: str, package: str) -> Available | Absent:
     return Available(version or "unpackaged")
 
 
+def _flashinfer() -> Available | Absent:
+    # What it has no built kernels for becomes an error at once, not minutes of nvcc in a run.
+    os.environ.setdefault("FLASHINFER_DISABLE_JIT", "1")
+    return _gpu_package("flashinfer", "flashinfer-python")
+
+
 def _gpu_package(module: str, package: str) -> Available | Absent:
     reason = _gpu_reason()
     return Absent(reason) if reason is not None else _import_peer(module, package)
@@ -104,7 +111,7 @@ _PROBES: dict[str, Callable[[], Available | Absent]] = {
     "torch": lambda: Available(torch.__version__),
     "torch.compile": _torch_compile,
     "cublaslt": _cublaslt,
-    "flashinfer": lambda: _gpu_package("flashinfer", "flashinfer-python"),
+    "flashinfer": _flashinfer,
     "quack": lambda: _gpu_package("quack", "quack-kernels"),
     "cub": lambda: _gpu_package("cuda.compute", "cuda-cccl"),
     "triton": lambda: _gpu_package("triton", "triton"),

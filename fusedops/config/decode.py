@@ -177,7 +177,7 @@ class DecodeTile:
             steps * self.rows * element * self.resident / _SM_BYTES_PER_US,
             steps * blocks * m_pad * self.resident / _SM_PRODUCTS_PER_US,
         )
-        busy = sum(share**_OVERLAP for share in overlapping) ** (1 / _OVERLAP)
+        busy: float = sum(share**_OVERLAP for share in overlapping) ** (1 / _OVERLAP)
         # All but the last tile's epilogue, the exchange of a split, and barriers of short stages.
         epilogues = (rounds - 1) * m_pad * self.rows / 4096 / self.resident
         exchange = 0.12 * (self.split - 1) * (1 + m_pad / 64)

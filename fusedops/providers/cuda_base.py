@@ -19,6 +19,7 @@ from fusedops.jit.location import OVERLAY_VARIABLE
 from fusedops.jit.nvrtc import CudaProgram, program_key
 from fusedops.providers.base import SUPPORTED, Support, elsewhere, unsupported
 from fusedops.providers.cuda_plan import MAX_DIMS, OUT, VECTOR_BYTES, Gpu, Launch, Plan, View, X
+from fusedops.providers.recent import note_written
 
 __all__ = [
     "ENTRY_LIMIT",
@@ -119,6 +120,7 @@ class CudaOp:
         else:
             with torch.cuda.device(index):
                 entry.launch(address, out.data_ptr())
+        note_written((out,))
         return out
 
     def _prepare(self, key: Hashable, x: Tensor, options: tuple[Any, ...]) -> _Entry:

@@ -27,6 +27,7 @@ from fusedops.providers.cuda_base import (
     view_of,
 )
 from fusedops.providers.cuda_plan import VECTOR_BYTES, Gpu, Launch
+from fusedops.providers.recent import note_written
 
 __all__ = ["CallPlan", "CudaCall", "float64_bits", "most_shared_bytes"]
 
@@ -122,6 +123,7 @@ class CudaCall:
         else:
             with torch.cuda.device(entry.device):
                 entry.launch(addresses)
+        note_written(results)
         return results
 
     def prepared(

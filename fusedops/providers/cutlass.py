@@ -10,6 +10,7 @@ from torch import Tensor
 from fusedops.config import tuned_choices, tuning_key
 from fusedops.errors import ConfigError
 from fusedops.problem import GemmProblem
+from fusedops.prologue import NO_PROLOGUE
 from fusedops.providers.base import SUPPORTED, Support, not_applicable
 from fusedops.providers.cutlass_decode import decode_candidate, decode_program
 from fusedops.providers.cutlass_kernel import Candidate
@@ -17,6 +18,7 @@ from fusedops.providers.cutlass_prefill import prefill_candidate
 from fusedops.providers.cutlass_rules import first_refusal
 from fusedops.providers.gemm import GemmRun, register_gemm_provider
 from fusedops.providers.kernel_tensors import loaded, nothing, operands_read, written
+from fusedops.providers.recent import note_written, settle, storages
 
 __all__ = [
     "CutlassProvider",
@@ -96,6 +98,7 @@ class CutlassProvider:
         if 0 in (m, spec.n):
             return lambda x, w, operands, out: nothing(spec, x, out)
         launch = choose_candidate(problem).launcher()
+        has_prologue = spec.prologue != NO_PROLOGUE
 
         def run(
             x: Tensor, w: Tensor, operands: Sequence[Tensor | None], out: Sequence[Tensor] | None
@@ -104,7 +107,12 @@ class CutlassProvider:
             given = operands_read(spec, operands, m)
             main, *extra = (written(result, m) for result in results)
             with torch.cuda.device(x.device):
+                # The weight and the prologue's first operand are read ahead of the kernel before.
+                settle(w)
+                if has_prologue:
+                    settle(given[0])
                 launch(_load(x.reshape(m, k)), _load(w), main, given, extra)
+            note_written(results if out is None else storages(results))
             return results
 
         return run

@@ -19,6 +19,7 @@ from fusedops.providers.cutlass_kernel import kernel_program
 from fusedops.providers.cutlass_rules import all_aligned, along_columns, first_refusal
 from fusedops.providers.gemm import GemmRun, refuse_prologue, register_gemm_provider
 from fusedops.providers.kernel_tensors import loaded, nothing, operands_read, written
+from fusedops.providers.recent import note_written, settle, storages
 
 __all__ = ["CutlassSm80Provider", "mma_program", "register"]
 
@@ -108,12 +109,14 @@ class CutlassSm80Provider:
             tensors = (*read, *extra)
             paired = even and all_aligned(compress(tensors, pairs), _PAIR_BYTES)
             with torch.cuda.device(x.device):
+                settle(w)
                 kernel(paired)(
                     loaded(w, problem.aligned_bytes),
                     loaded(x.reshape(m, k), problem.aligned_bytes),
                     main,
                     tensors or (main,),
                 )
+            note_written(results if out is None else storages(results))
             return results
 
         return run

@@ -15,11 +15,13 @@ from gemm_cases import Case, make_case
 from torch import Tensor
 
 import fusedops
+from fusedops.epilogue import Epilogue
 from fusedops.errors import LayoutError, ShapeError
 from fusedops.gemm import clear_plans
 from fusedops.jit.store import default_store
 from fusedops.problem import GemmSpec
 from fusedops.providers.gemm import GEMM_PROVIDERS
+from fusedops.weight import Dense
 
 COVERS = (
     "fusedops/gemm.py",
@@ -217,6 +219,36 @@ def captured(call: Callable[[], list[Tensor]], pool: object = None) -> tuple[obj
     with torch.cuda.graph(graph, pool=pool):
         results = call()
     return graph, results
+
+
+@EACH_KERNEL
+@EACH_M
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "captured"])
+def test_a_weight_made_by_the_call_before_is_read_when_it_stands(
+    provider: str, m: int, graph: bool
+) -> None:
+    """A transposition allows the product to start at once, and to read its weight too early."""
+    n, k = 8192, 4096
+    x = torch.randint(-2, 3, (m, k), device="cuda").bfloat16()
+    source = torch.randint(-2, 3, (k, n), device="cuda").bfloat16()
+    spec = str(GemmSpec(Dense(n, k), Epilogue(()), torch.bfloat16))
+
+    def product() -> list[Tensor]:
+        with fusedops.use_provider("cuda"):
+            w = fusedops.transpose(source)
+        with fusedops.use_provider(provider):
+            results: list[Tensor] = op(x, w, [], spec)
+            return results
+
+    product()
+    replay, results = captured(product) if graph else (None, [])
+    for _ in range(8):
+        source.copy_(torch.randint(-2, 3, (k, n), device="cuda"))
+        if replay is None:
+            results = product()
+        else:
+            replay.replay()
+        assert torch.equal(results[0], (x.double() @ source.double()).bfloat16())
 
 
 @EACH_PROVIDER

@@ -2,8 +2,8 @@
 // kernel. Each block moves one contiguous piece, so that neighbouring blocks sweep the memory
 // together.
 
+#include "memory.cuh"
 #include "pdl.cuh"
-#include "ptx.cuh"
 
 namespace fusedops {
 
@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(kThreads) copy(const uint4* x, uint4* out, lon
   if (first + (kUnroll - 1) * kThreads < count) {
     uint4 held[kUnroll];
 #pragma unroll
-    for (int k = 0; k < kUnroll; ++k) held[k] = load_stream(x + first + k * kThreads);
+    for (int k = 0; k < kUnroll; ++k) held[k] = load_cached(x + first + k * kThreads);
 #pragma unroll
     for (int k = 0; k < kUnroll; ++k) out[first + k * kThreads] = held[k];
   } else {

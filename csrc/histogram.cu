@@ -11,8 +11,8 @@
 
 #include "bins.cuh"
 #include "dims.cuh"
+#include "memory.cuh"
 #include "pdl.cuh"
-#include "ptx.cuh"
 #include "vec.cuh"
 
 namespace fusedops {

@@ -11,6 +11,7 @@
 
 #include "block_reduce.cuh"
 #include "dims.cuh"
+#include "memory.cuh"
 #include "pdl.cuh"
 #include "ptx.cuh"
 #include "reduce_ops.cuh"
@@ -182,6 +183,21 @@ struct alignas(sizeof(T) * kWidth) Pack {
   T data[kWidth];
 };
 
+template <typename T, int kWidth>
+__device__ __forceinline__ Pack<T, kWidth> load_pack(const T* from) {
+  if constexpr (sizeof(Pack<T, kWidth>) == kVecBytes) {
+    union Bits {
+      uint4 vector;
+      Pack<T, kWidth> pack;
+      __device__ __forceinline__ Bits() {}
+    } bits;
+    bits.vector = load_stream(from);
+    return bits.pack;
+  } else {
+    return *reinterpret_cast<const Pack<T, kWidth>*>(from);
+  }
+}
+
 // Results along `columns` contiguous elements, of which each thread keeps kWidth: `lanes` threads
 // side by side, the others of the block on further rows. blockIdx.y takes `chunk` of the `length`
 // rows; blockIdx.x walks the blocks of columns, then the other kept dimensions.
@@ -225,7 +241,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
         if (r + static_cast<long long>(u) * step < end) {
-          read[u] = *reinterpret_cast<const Pack<T, kWidth>*>(row + u * pitch);
+          read[u] = load_pack<T, kWidth>(row + u * pitch);
         } else {
 #pragma unroll
           for (int j = 0; j < kWidth; ++j) read[u].data[j] = Op::pad();
@@ -243,7 +259,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll 1
     for (long long r = begin + first; r < end; r += step) {
       const auto place = rows.offset(static_cast<unsigned long long>(r));
-      const auto read = *reinterpret_cast<const Pack<T, kWidth>*>(from + place);
+      const auto read = load_pack<T, kWidth>(from + place);
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
         const T value[1] = {read.data[j]};
@@ -319,16 +335,27 @@ __global__ void __launch_bounds__(kThreads)
     reduce_finish(const typename Op::Acc* accumulators, typename Op::Out* results, long long count,
                   long long parts, long long result_stride, long long part_stride, long long length,
                   int lanes) {
+  using Acc = typename Op::Acc;
+  constexpr int kUnroll = kLoads<Op>;
   pdl_launch_dependents();
   const int lane = threadIdx.x % lanes;
   const long long result =
       static_cast<long long>(blockIdx.x) * (kThreads / lanes) + threadIdx.x / lanes;
-  typename Op::Acc acc = Op::empty();
+  Acc acc = Op::empty();
   pdl_wait();
   if (result < count) {
 #pragma unroll 1
-    for (long long p = lane; p < parts; p += lanes) {
-      acc = Op::merge(acc, accumulators[result * result_stride + p * part_stride]);
+    for (long long p = lane; p < parts; p += static_cast<long long>(kUnroll) * lanes) {
+      Acc read[kUnroll];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        const long long part = p + static_cast<long long>(u) * lanes;
+        if (part < parts) read[u] = accumulators[result * result_stride + part * part_stride];
+      }
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (p + static_cast<long long>(u) * lanes < parts) acc = Op::merge(acc, read[u]);
+      }
     }
   }
   acc = join_lanes<Op, kThreads>(acc, lanes);

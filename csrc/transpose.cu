@@ -2,18 +2,14 @@
 // unsigned integers of their size, so that every bit stays.
 
 #include "dims.cuh"
+#include "memory.cuh"
 #include "pdl.cuh"
-#include "ptx.cuh"
 #include "register_transpose.cuh"
+#include "shifted_tile.cuh"
+#include "tiles.cuh"
 #include "vec.cuh"
 
 namespace fusedops {
-
-constexpr int kThreads = 256;
-constexpr int kVecsPerRow = 16;  // 256 bytes of every row of x and of out in a tile
-
-template <typename T>
-constexpr int kTile = kVecsPerRow * kVecWidth<T>;
 
 // Blocks of one SM that registers are limited for; 0 leaves them to the compiler. With 8 KiB (8
 // bytes) to 64 KiB (1 byte) a block, at least 64 KiB of an SM's loads are in flight, four times
@@ -48,7 +44,7 @@ __device__ __forceinline__ void load_blocks(const T* x, uint4* tile, int rows, i
 #pragma unroll
   for (int k = 0; k < kWidth; ++k) {
     // A row past the end repeats the last one; it is not written out.
-    block[k] = load_stream(first + min(k, rows - 1 - r) * row_stride);
+    block[k] = load_cached(first + min(k, rows - 1 - r) * row_stride);
   }
 #pragma unroll
   for (int k = 0; k < kWidth; ++k) {
@@ -115,22 +111,22 @@ __device__ __forceinline__ void store_elements(T* out, const uint4* tile, int ro
   }
 }
 
-// One tile a block; tiles along a row of x follow one another. Dynamic shared memory: one tile.
+// One tile a block. Dynamic shared memory: one tile.
 // kVecLoad: rows of x are contiguous and start at multiples of 16 bytes, as does their end.
 // kVecStore: the same of rows of out.
 template <typename T, bool kVecLoad, bool kVecStore>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm<T>)
     transpose_tiles(const T* x, T* out, long long rows, long long columns, long long row_stride,
                     long long column_stride, unsigned row_tiles, unsigned column_tiles,
-                    long long size1, long long size2, long long size3, long long stride0,
-                    long long stride1, long long stride2, long long stride3) {
+                    unsigned group, long long size1, long long size2, long long size3,
+                    long long stride0, long long stride1, long long stride2, long long stride3) {
   extern __shared__ uint4 tile[];
   pdl_launch_dependents();
   const Dims batch = {{1, size1, size2, size3}, {stride0, stride1, stride2, stride3}};
-  const unsigned tile_row = blockIdx.x / column_tiles;
-  const unsigned matrix = tile_row / row_tiles;
-  const long long r = static_cast<long long>(tile_row - matrix * row_tiles) * kTile<T>;
-  const long long c = static_cast<long long>(blockIdx.x - tile_row * column_tiles) * kTile<T>;
+  const auto [matrix, tile_row, tile_column] =
+      tile_place(blockIdx.x, row_tiles, column_tiles, group);
+  const long long r = static_cast<long long>(tile_row) * kTile<T>;
+  const long long c = static_cast<long long>(tile_column) * kTile<T>;
   const int tile_rows = static_cast<int>(min(rows - r, static_cast<long long>(kTile<T>)));
   const int tile_columns = static_cast<int>(min(columns - c, static_cast<long long>(kTile<T>)));
   const T* from = x + batch.offset(matrix) + r * row_stride + c * column_stride;
@@ -146,6 +142,38 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<T>)
     store_vectors(to, tile, tile_rows, tile_columns, rows);
   } else {
     store_elements(to, tile, tile_rows, tile_columns, rows);
+  }
+}
+
+// One tile a block, for rows of x and of out that start anywhere. Elements of a row of x lie side
+// by side. Dynamic shared memory: ShiftedTile<T>::kBytes.
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    transpose_shifted(const T* x, T* out, long long rows, long long columns, long long row_stride,
+                      unsigned row_tiles, unsigned column_tiles, unsigned group, long long size1,
+                      long long size2, long long size3, long long stride0, long long stride1,
+                      long long stride2, long long stride3) {
+  extern __shared__ uint4 tile[];
+  using Tile = ShiftedTile<T>;
+  pdl_launch_dependents();
+  const Dims batch = {{1, size1, size2, size3}, {stride0, stride1, stride2, stride3}};
+  const auto [matrix, tile_row, tile_column] =
+      tile_place(blockIdx.x, row_tiles, column_tiles, group);
+  const long long r = static_cast<long long>(tile_row) * Tile::kRows;
+  const long long c = static_cast<long long>(tile_column) * Tile::kColumns;
+  const Tile at(x + batch.offset(matrix) + r * row_stride + c,
+                out + (matrix * columns + c) * rows + r, row_stride, rows, tile);
+  pdl_wait();
+  const bool is_inner =
+      r > 0 && r + Tile::kHeld < rows && c > 0 && c + Tile::kColumns + Tile::kWidth <= columns;
+  if (is_inner) {
+    at.load_inner();
+    __syncthreads();
+    at.store_inner();
+  } else {
+    at.load_edge(rows - r, columns - c, c == 0);
+    __syncthreads();
+    at.store_edge(rows - r, columns - c, r == 0);
   }
 }
 

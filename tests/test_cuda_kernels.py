@@ -18,7 +18,7 @@ from fusedops.ops.reduce import REDUCTIONS
 from fusedops.providers.cuda_copy import UNROLLS
 from fusedops.providers.cuda_plan import Gpu, Launch, View
 from fusedops.providers.cuda_reduce import KERNEL_DTYPES, KERNEL_OPS, plan_reduce
-from fusedops.providers.cuda_transpose import plan_transpose
+from fusedops.providers.cuda_transpose import SHIFTED_ROWS, plan_transpose, tile_side
 
 pytestmark = [
     needs_wheels,
@@ -78,15 +78,40 @@ def test_no_transpose_kernel_uses_local_memory(arch: str, tmp_path: Path) -> Non
     views = [
         View((rows, columns), (columns, 1), dtype)
         for dtype in _WORDS.values()
-        for rows, columns in ((1023, 1023), (9999, 3))
+        for rows, columns in ((1023, 1023), (99, 99), (9999, 3))
     ]
     launches = [launch for x in views for launch in plan_transpose(x, Gpu(arch, 132)).launches]
     found = sass_of(launches, arch, tmp_path)
-    assert len(found) == 8
+    assert len(found) == 12
     for name, sass in found.items():
         assert count(sass, r"(?:LDL|STL)[\w.]*") == 0, name
         assert ("ACQBULK" in sass) is (arch != "sm_80"), name
         assert ("PREEXIT" in sass) is (arch != "sm_80"), name
+        if "shifted" in name:
+            # What a thread reads of an inner tile, all of it before the first is kept.
+            accesses = re.findall(r"\b(LDG|STS)\.[\w.]*128", sass)
+            assert "LLLLLLLLL" in "".join(word[0] for word in accesses), name
+            assert count(sass, r"STG\.E[\w.]*\.128[\w.]*") >= 8, name
+
+
+def test_shifted_tiles_have_the_rows_and_shared_memory_that_plans_count_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = {1: "unsigned char", 2: "unsigned short", 4: "unsigned", 8: "unsigned long long"}
+    lines = ['#include "shifted_tile.cuh"', "namespace fusedops {"]
+    for size, dtype in _WORDS.items():
+        x = View((1023, 1023), (1023, 1), dtype)
+        (launch,) = plan_transpose(x, Gpu("sm_90a", 132)).launches
+        tile = f"ShiftedTile<{words[size]}>"
+        lines.append(f'static_assert({tile}::kBytes == {launch.shared_bytes}, "{size}");')
+        lines.append(f'static_assert({tile}::kRows == {SHIFTED_ROWS}, "{size}");')
+        lines.append(f'static_assert({tile}::kColumns == {tile_side(size)}, "{size}");')
+    lines.append("__global__ void nothing() {} }")
+    root = tmp_path / "csrc"
+    shutil.copytree(resources.csrc_dir(), root)
+    monkeypatch.setattr(resources, "PACKAGE_DIR", tmp_path / "fusedops")
+    (root / "sizes.cu").write_text("\n".join(lines))
+    compile_program(CudaProgram("sizes.cu", ("fusedops::nothing",)), "sm_90a", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -172,6 +197,6 @@ def test_keys_follow_the_headers_that_a_kernel_includes() -> None:
         program = CudaProgram(name, ("fusedops::any",))
         return {path for path, _ in program_key(program, "sm_90a").sources.files}
 
-    assert files("copy.cu") == {"copy.cu", "include/pdl.cuh", "include/ptx.cuh"}
+    assert files("copy.cu") == {"copy.cu", "include/memory.cuh", "include/pdl.cuh"}
     assert "include/reduce_ops.cuh" in files("reduce.cu") - files("transpose.cu")
     assert "include/register_transpose.cuh" in files("transpose.cu") - files("reduce.cu")

@@ -26,7 +26,7 @@ from fusedops.providers.cuda_plan import (
     power_of_two_from,
 )
 from fusedops.providers.cuda_reduce import KERNEL_OPS, plan_reduce
-from fusedops.providers.cuda_transpose import plan_transpose, tile_side
+from fusedops.providers.cuda_transpose import SHIFTED_ROWS, plan_transpose, tile_side
 
 H200 = Gpu("sm_90a", 132)
 A100 = Gpu("sm_80", 108)
@@ -115,9 +115,9 @@ def test_clusters_exist_from_hopper_on() -> None:
     ("x", "loads", "stores"),
     [
         (view(8192, 8192), True, True),
-        (view(8191, 8193), False, False),
-        (view(8191, 8192), True, False),
-        (view(8192, 8191), False, True),
+        (view(127, 8193), False, False),
+        (view(8191, 60), True, False),
+        (view(8192, 63), False, True),
         (view(100, 100, dtype=torch.bfloat16), False, False),
         (view(104, 104, dtype=torch.bfloat16), True, True),
         (view(104, 104, dtype=torch.int8), False, False),
@@ -127,6 +127,7 @@ def test_clusters_exist_from_hopper_on() -> None:
         (View((64, 64), (68, 1), torch.float32), True, True),
         (View((3, 64, 64), (4098, 64, 1), torch.float32), False, True),
         (View((64, 64), (200, 3), torch.float32), False, True),
+        (View((256, 256), (800, 3), torch.float32), False, True),
     ],
 )
 def test_vectors_are_used_where_every_row_allows_them(x: View, loads: bool, stores: bool) -> None:
@@ -135,13 +136,42 @@ def test_vectors_are_used_where_every_row_allows_them(x: View, loads: bool, stor
     assert launch.kernel.endswith(f"{str(loads).lower()}, {str(stores).lower()}>")
 
 
+@pytest.mark.parametrize(
+    "x",
+    [
+        view(8191, 8193),
+        view(8191, 8192),
+        view(8192, 8191),
+        view(128, 64, aligned_bytes=4),
+        view(5, 129, 131, dtype=torch.float64),
+        View((256, 256), (257, 1), torch.int8),
+        View((2, 256, 256), (65537, 256, 1), torch.bfloat16),
+        View((256, 256), (0, 1), torch.int16, aligned_bytes=2),
+    ],
+)
+def test_rows_that_start_anywhere_take_shifted_tiles(x: View) -> None:
+    launch = transposed(x)
+    assert name_of(launch) == "transpose_shifted"
+    rows, columns, row_stride, row_tiles, column_tiles, group = launch.constants[:6]
+    assert (rows, columns, row_stride) == (*x.shape[-2:], x.strides[-2])
+    side = tile_side(x.dtype.itemsize)
+    assert (row_tiles, column_tiles) == (-(-rows // SHIFTED_ROWS), -(-columns // side))
+    assert group == min(row_tiles, 32)
+    assert launch.blocks == (math.prod(x.shape[:-2]) * row_tiles * column_tiles, 1)
+    # Every row with those that its neighbours write, and a vector more than it has.
+    assert launch.shared_bytes > (SHIFTED_ROWS + 32 // x.dtype.itemsize - 1) * (256 + 16)
+    assert launch.shared_bytes <= 48 << 10
+    assert len(launch.tensors) + len(launch.constants) == len(launch.parameters)
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float16, torch.float32, torch.int64])
 def test_tiles_cover_the_matrix_once(dtype: torch.dtype) -> None:
-    side = tile_side(dtype.itemsize)
+    side, width = tile_side(dtype.itemsize), 16 // dtype.itemsize
     assert side * dtype.itemsize == 256
-    for rows, columns in ((side, side), (side + 1, side), (5 * side - 1, 2 * side + 1)):
+    for rows, columns in ((side, side), (side + width, side), (300 * side, 2 * side + width)):
         launch = transposed(view(3, rows, columns, dtype=dtype))
-        row_tiles, column_tiles = launch.constants[4:6]
+        row_tiles, column_tiles, group = launch.constants[4:7]
+        assert group == min(row_tiles, 128)
         assert (row_tiles - 1) * side < rows <= row_tiles * side
         assert (column_tiles - 1) * side < columns <= column_tiles * side
         assert launch.blocks == (3 * row_tiles * column_tiles, 1)
@@ -185,7 +215,7 @@ def test_threads_lie_along_the_long_side_of_a_narrow_matrix() -> None:
 
 def test_a_transpose_of_more_than_2_to_31_elements_has_64_bit_places() -> None:
     launch = transposed(view(70_000, 70_000, dtype=torch.int8))
-    assert launch.parameters.count("int64") == len(launch.parameters) - 4
+    assert launch.parameters.count("int64") == len(launch.parameters) - 5
     assert launch.constants[:3] == (70_000, 70_000, 70_000)
 
 
@@ -197,7 +227,7 @@ def test_b54_empty_matrices_launch_nothing() -> None:
 
 
 def test_batch_dimensions_are_joined_or_refused() -> None:
-    assert transposed(view(2, 3, 2, 3, 2, 3, 16, 16)).constants[6:] == (1, 1, 216, 0, 0, 0, 256)
+    assert transposed(view(2, 3, 2, 3, 2, 3, 16, 16)).constants[7:] == (1, 1, 216, 0, 0, 0, 256)
     x = View((2,) * 5 + (16, 16), (9000, 4000, 1900, 900, 400, 16, 1), torch.float32)
     with pytest.raises(UnsupportedError, match="up to 4 batch dimensions"):
         plan_transpose(x, H200)
@@ -286,6 +316,17 @@ def test_parts_cover_a_row_once_and_fit_the_memory_between(
     assert last + 1 == splits * results
     assert accumulator_bytes == (16 if len(dims) == 1 else 8)
     assert finish.blocks[0] * (256 // lanes) >= count
+
+
+def test_long_rows_are_split_into_more_pieces_than_run_at_once() -> None:
+    for shape, pieces in (
+        ((2**28,), 4096),
+        ((2, 2**27), 2048),
+        ((2**21,), 256),
+        ((1000, 2**18), 1),
+    ):
+        first = reduced(view(*shape), "sum", len(shape) - 1).launches[0]
+        assert (name_of(first), first.blocks[1]) == ("reduce_rows", pieces)
 
 
 def test_every_launch_has_a_value_for_every_parameter() -> None:

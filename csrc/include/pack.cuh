@@ -2,6 +2,7 @@
 #pragma once
 
 #include "convert.cuh"
+#include "memory.cuh"
 
 namespace fusedops {
 
@@ -111,17 +112,6 @@ __device__ __forceinline__ void forget_widened(Pack<T, kWidth>& pack) {
   }
 }
 
-// 16 bytes that are used once, past the L1 (PTX ISA, "ld"). Unlike `load_stream` it may read what
-// this kernel writes later, so that kernels that work in place can use it. Volatile, so that it
-// stays behind a preceding pdl_wait().
-__device__ __forceinline__ uint4 load_once(const void* address) {
-  uint4 value;
-  asm volatile("ld.global.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-               : "l"(address));
-  return value;
-}
-
 // Pack number `index` of a row whose elements lie `inner` apart; more than one element a pack only
 // where they lie side by side, at a multiple of the pack's size (at most 16 bytes).
 template <typename T, int kWidth>
@@ -131,7 +121,7 @@ __device__ __forceinline__ Pack<T, kWidth> load_pack(const T* row, long long ind
   if constexpr (kWidth == 1) {
     pack.data[0] = row[index * inner];
   } else if constexpr (sizeof(pack) == 16) {
-    pack = same_bits<Pack<T, kWidth>>(load_once(row + index * kWidth));
+    pack = same_bits<Pack<T, kWidth>>(load_cached(row + index * kWidth));
   } else {
     pack = *reinterpret_cast<const Pack<T, kWidth>*>(row + index * kWidth);
   }

@@ -12,7 +12,10 @@ __device__ __forceinline__ void pdl_wait() {
 #endif
 }
 
-// Lets the next kernel's thread blocks start as soon as there is room for them.
+// Lets the next kernel's thread blocks start as soon as there is room for them. Kernels of rows
+// call it behind their wait: called at the start, it lets two grids wait on the SMs while the one
+// ahead still works, and rms_norm of 64 x 4096 in a chain of its like takes 1.69 us instead of 1.30
+// (of 16 rows 1.07 instead of 1.25, H200).
 __device__ __forceinline__ void pdl_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -3,17 +3,6 @@
 
 namespace fusedops {
 
-// 16 bytes past the L1, which data that is used once would only pass through; the L2 fetches the
-// whole 256 bytes around them, as the neighbouring threads ask for the rest ("ld.global.nc").
-// Volatile, so that it stays behind a preceding pdl_wait().
-__device__ __forceinline__ uint4 load_stream(const void* address) {
-  uint4 value;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-               : "l"(address));
-  return value;
-}
-
 // The larger and the smaller of two numbers, NaN if one of them is.
 __device__ __forceinline__ float max_nan(float a, float b) {
   float result;

@@ -3,7 +3,7 @@
 
 #include "block_reduce.cuh"
 #include "convert.cuh"
-#include "ptx.cuh"
+#include "memory.cuh"
 #include "vec.cuh"
 
 namespace fusedops {

@@ -1,5 +1,7 @@
 """``transpose`` by csrc/transpose.cu: tiles through shared memory, or threads along the long side.
 
+Rows of 16-byte vectors take square tiles; rows that start anywhere take shifted ones.
+
 Source: Ruetsch and Micikevicius, "Optimizing Matrix Transpose in CUDA", 2009, for tiles in shared
 memory; here each thread also turns a square block in registers, so that all accesses have 16 bytes.
 """
@@ -25,7 +27,7 @@ from fusedops.providers.cuda_plan import (
     element_count,
 )
 
-__all__ = ["plan_transpose", "tile_side"]
+__all__ = ["SHIFTED_ROWS", "plan_transpose", "tile_side"]
 
 _SOURCE = "transpose.cu"
 _WORDS = {
@@ -36,13 +38,22 @@ _WORDS = {
     16: "uint4",
 }
 _TILE_VECTORS = 16
+SHIFTED_ROWS = 128
+"""Rows of x in a shifted tile: ``ShiftedTile`` of csrc/include/shifted_tile.cuh."""
+
+_SECTOR_BYTES = 32
+_GROUP_TILES = 128
+_SHIFTED_GROUP_TILES = 32
+"""Tiles that neighbouring blocks take below one another, see csrc/include/tiles.cuh."""
+
 _SHORT_SIDE = 8
 """Below this many rows or columns a tile would be mostly empty."""
 
 _LARGEST_GRID = 2**31 - 1
 _GATHER_BLOCKS_PER_SM = 16
 
-_TILE_PARAMETERS = ("pointer", "pointer", *["int64"] * 4, "uint32", "uint32", *DIMS_PARAMETERS)
+_TILE_PARAMETERS = ("pointer", "pointer", *["int64"] * 4, *["uint32"] * 3, *DIMS_PARAMETERS)
+_SHIFTED_PARAMETERS = ("pointer", "pointer", *["int64"] * 3, *["uint32"] * 3, *DIMS_PARAMETERS)
 _GATHER_PARAMETERS = ("pointer", "pointer", *["int64"] * 7, *DIMS_PARAMETERS)
 
 
@@ -87,24 +98,46 @@ def _tiles(x: View, batch: list[Axis], row: Axis, column: Axis) -> Launch:
     )
     stores_vectors = rows % (VECTOR_BYTES // size) == 0
     side = tile_side(size)
-    row_tiles, column_tiles = ceil_div(rows, side), ceil_div(columns, side)
+    # A smaller matrix would leave most of a shifted tile empty.
+    is_shifted = (
+        column_stride == 1
+        and not (loads_vectors and stores_vectors)
+        and rows >= SHIFTED_ROWS
+        and columns >= side
+    )
+    tile_rows, group = (SHIFTED_ROWS, _SHIFTED_GROUP_TILES) if is_shifted else (side, _GROUP_TILES)
+    row_tiles, column_tiles = ceil_div(rows, tile_rows), ceil_div(columns, side)
+    tiles = (row_tiles, column_tiles, min(group, row_tiles))
     blocks = row_tiles * column_tiles * element_count(batch)
     if blocks > _LARGEST_GRID:
         raise UnsupportedError(f"takes up to {_LARGEST_GRID} tiles, got {blocks}")
-    flags = ", ".join(str(flag).lower() for flag in (loads_vectors, stores_vectors))
-    kernel = f"fusedops::transpose_tiles<{_WORDS[size]}, {flags}>"
+    if is_shifted:
+        kernel = f"fusedops::transpose_shifted<{_WORDS[size]}>"
+        parameters = _SHIFTED_PARAMETERS
+        strides: tuple[int, ...] = (row_stride,)
+        shared_bytes = _shifted_bytes(size)
+    else:
+        flags = ", ".join(str(flag).lower() for flag in (loads_vectors, stores_vectors))
+        kernel = f"fusedops::transpose_tiles<{_WORDS[size]}, {flags}>"
+        parameters = _TILE_PARAMETERS
+        strides = (row_stride, column_stride)
+        shared_bytes = side * _TILE_VECTORS * VECTOR_BYTES
     return Launch(
         CudaProgram(_SOURCE, (kernel,)),
         kernel,
-        _TILE_PARAMETERS,
+        parameters,
         (X, OUT),
-        (
-            *(rows, columns, row_stride, column_stride, row_tiles, column_tiles),
-            *dims_constants(batch, "batch dimensions"),
-        ),
+        (rows, columns, *strides, *tiles, *dims_constants(batch, "batch dimensions")),
         (blocks, 1),
-        shared_bytes=side * _TILE_VECTORS * VECTOR_BYTES,
+        shared_bytes=shared_bytes,
     )
+
+
+def _shifted_bytes(element_bytes: int) -> int:
+    """``ShiftedTile::kBytes``: its rows, and a vector every so many of them."""
+    held = SHIFTED_ROWS + _SECTOR_BYTES // element_bytes - 1
+    vectors = held * (_TILE_VECTORS + 1) + (held - 1) // (VECTOR_BYTES // element_bytes)
+    return vectors * VECTOR_BYTES
 
 
 def _copy(x: View, axes: list[Axis], gpu: Gpu) -> Launch:

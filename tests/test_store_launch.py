@@ -35,6 +35,7 @@ class FakeCuda:
         self.launches: list[dict[str, Any]] = []
         self.statuses: dict[str, list[int]] = {}
         self.layout = list(LAYOUT)
+        self.context = 0
         self._callbacks = {name: self._function(name) for name in driver_module._SIGNATURES}
 
     def __getattr__(self, name: str) -> Any:
@@ -63,6 +64,10 @@ class FakeCuda:
         }
         if name in handles:
             values[0][0] = handles[name]
+        if name == "cuCtxGetCurrent":
+            values[0][0] = self.context
+        if name == "cuCtxSetCurrent":
+            self.context = values[0]
         if name == "cuKernelGetParamInfo":
             if values[1] >= len(self.layout):
                 return 1
@@ -317,6 +322,14 @@ def test_a_thread_without_a_context_gets_the_one_torch_uses(
     assert len(cuda.launches) == 1
     assert cuda.calls[-2] == ("cuCtxSetCurrent", CONTEXT)
     assert cuda.count("cuDevicePrimaryCtxRetain") == 1
+
+
+def test_b35_loading_a_kernel_leaves_the_current_device(cuda: FakeCuda, kernel: CudaKernel) -> None:
+    x = on_gpu(torch.zeros(8))
+    cuda.context = CONTEXT + 1
+    kernel.launch((1, 1, 1), (32, 1, 1), arguments(x, x))
+    assert ("cuCtxSetCurrent", CONTEXT) in cuda.calls
+    assert cuda.context == CONTEXT + 1
 
 
 def test_a_cubin_for_another_architecture_is_an_error(cuda: FakeCuda, kernel: CudaKernel) -> None:

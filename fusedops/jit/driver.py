@@ -101,6 +101,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuGetErrorString": (ctypes.c_int, _TEXT_OUT),
     "cuDeviceGet": (ctypes.POINTER(ctypes.c_int), ctypes.c_int),
     "cuDevicePrimaryCtxRetain": (_OUT, ctypes.c_int),
+    "cuCtxGetCurrent": (_OUT,),
     "cuCtxSetCurrent": (_HANDLE,),
     "cuThreadExchangeStreamCaptureMode": (ctypes.POINTER(ctypes.c_int),),
     "cuLibraryLoadData": (
@@ -165,6 +166,18 @@ class Driver:
                 self._call("cuDeviceGet", ctypes.byref(ordinal), device)
                 self._contexts[device] = self._handle("cuDevicePrimaryCtxRetain", ordinal)
         self._call("cuCtxSetCurrent", self._contexts[device])
+
+    @contextlib.contextmanager
+    def on(self, device: int) -> Iterator[None]:
+        """Make a device's primary context current for a while: the thread's own comes back."""
+        before = self._handle("cuCtxGetCurrent")
+        self.make_current(device)
+        try:
+            yield
+        finally:
+            # A thread without a context keeps this one, as after its first launch.
+            if before:
+                self._call("cuCtxSetCurrent", before)
 
     @contextlib.contextmanager
     def relaxed_capture(self) -> Iterator[None]:

@@ -354,9 +354,8 @@ class CudaKernel:
                 return self._functions[device]
             api = self._api = driver()
             try:
-                api.make_current(device)
                 # The driver loads lazily; asked for here, so that no launch does it in a capture.
-                with api.relaxed_capture():
+                with api.on(device), api.relaxed_capture():
                     kernel = api.kernel(self._module.library(api), self._mangled)
                     function = api.function(kernel)
                     layout = api.parameter_layout(kernel)

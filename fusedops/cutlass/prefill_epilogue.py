@@ -24,6 +24,11 @@ __all__ = ["PrefillEpilogue", "TilePlace"]
 
 _JOIN = {"sum": lambda left, right: left + right, "max": DslMath().maximum}
 _STEP_COLUMNS = 32
+_WORK_REGISTERS = 76
+"""Registers of a consumer thread beside accumulators and operands under way."""
+_OPERAND_REGISTERS = 40
+"""Registers that operands under way may take."""
+_MOST_STEPS_AHEAD = 3
 _FIXED_AXES = frozenset({"scalar", "m"})
 _MOVING_AXES = frozenset({"n", "mn"})
 
@@ -100,11 +105,42 @@ class PrefillEpilogue:
         n = tuple(column + 8 * group + parity for group in range(groups) for parity in range(2))
         return Coordinates((row, row + 8), n, pairs, place.m, place.n)
 
-    def first_operands(self, place: TilePlace) -> dict[str, Any]:
-        """What the first step reads, to be loaded while the last products are still running."""
-        return self.emission.load(self.coordinates(place, 0, 0))
+    @property
+    def steps(self) -> list[tuple[int, int]]:
+        """(64-row block, step of it) in the order in which they are computed."""
+        columns = range(self.config.tile_n // self.step_columns)
+        return [(block, step) for block in range(self.config.blocks) for step in columns]
 
-    def run(self, acc: Any, place: TilePlace, loaded: dict[str, Any], first_buffer: Any) -> None:
+    @property
+    def ahead(self) -> int:
+        """Steps whose operands are under way: what the registers beside the accumulators hold.
+
+        An operand of the result's shape takes a register for a pair of 16-bit values, and comes
+        from memory in about as much time as three steps take.
+        """
+        pairs = 0
+        for operand in self.emission.moving_operands():
+            columns = self.step_columns // 8
+            rows = 2 if operand.axis == "mn" else 1
+            width_bytes = self.emission.operands[operand.name].element_type.width // 8
+            pairs += rows * columns * max(1, width_bytes // 2)
+        free = self.config.consumer_registers - self.config.accumulators - _WORK_REGISTERS
+        steps = min(free, _OPERAND_REGISTERS) // max(1, pairs)
+        return max(1, min(_MOST_STEPS_AHEAD, steps))
+
+    def first_operands(self, place: TilePlace) -> list[dict[str, Any]]:
+        """What the first steps read, to be loaded while the last products are still running."""
+        count = self.ahead if self.emission.paired else 1
+        return [self._load(place, *at) for at in self.steps[:count]]
+
+    def _load(self, place: TilePlace, block: int, step: int) -> dict[str, Any]:
+        at = self.coordinates(place, block, step)
+        # What does not change along a block's columns is read with its first step.
+        return self.emission.load(at) if step == 0 else self.emission.load(at, _MOVING_AXES)
+
+    def run(
+        self, acc: Any, place: TilePlace, loaded: list[dict[str, Any]], first_buffer: Any
+    ) -> None:
         """Trace the epilogue of a tile.
 
         Args:
@@ -113,43 +149,40 @@ class PrefillEpilogue:
             loaded: from ``first_operands``.
             first_buffer: staging buffer of the warpgroup to fill first.
         """
-        steps = self.config.tile_n // self.step_columns
+        steps = self.steps
+        pending = list(loaded)
+        ahead = len(pending)
+        fixed: dict[str, Any] = {}
+        statistics: dict[str, tuple[str, dict[int, Any]]] = {}
         filled = 0
-        for block in range(self.config.blocks):
-            statistics: dict[str, tuple[str, dict[int, Any]]] = {}
 
-            def add(
-                output: str,
-                by_slot: dict[int, Any],
-                combine: str,
-                totals: dict[str, tuple[str, dict[int, Any]]] = statistics,
-            ) -> None:
-                if output in totals:
-                    before = totals[output][1]
-                    by_slot = {i: _JOIN[combine](before[i], v) for i, v in by_slot.items()}
-                totals[output] = (combine, by_slot)
+        def add(output: str, by_slot: dict[int, Any], combine: str) -> None:
+            if output in statistics:
+                before = statistics[output][1]
+                by_slot = {i: _JOIN[combine](before[i], v) for i, v in by_slot.items()}
+            statistics[output] = (combine, by_slot)
 
-            if block > 0:
-                loaded = self.emission.load(self.coordinates(place, block, 0))
-            fixed = {name: v for name, v in loaded.items() if v[0] in _FIXED_AXES}
-            for step in range(steps):
-                at = self.coordinates(place, block, step)
-                if step > 0 and not self.emission.paired:
-                    # Element by element they would fill too many registers ahead of use.
-                    loaded = {**fixed, **self.emission.load(at, _MOVING_AXES)}
-                following: dict[str, Any] = {}
-                if step + 1 < steps and self.emission.paired:
-                    ahead = self.coordinates(place, block, step + 1)
-                    following = self.emission.load(ahead, _MOVING_AXES)
-                tile = self.emission.run(
-                    self._values(acc, block, step), at, loaded, add, _row_maximum
-                )
-                filled = self._stage(tile, place, first_buffer, filled, block, step)
-                loaded = {**fixed, **following}
-                # Keeps later steps' loads behind this step: the compiler would hoist them all.
-                cute.arch.sync_warp()
-            for output, (combine, totals) in statistics.items():
-                self._write_statistic(output, combine, totals, place, block)
+        for i, (block, step) in enumerate(steps):
+            if not pending:
+                # Element by element they would fill too many registers ahead of use.
+                pending.append(self._load(place, block, step))
+            operands = pending.pop(0)
+            following = steps[i + ahead] if i + ahead < len(steps) else None
+            # Where registers are short, the next block's first operands would be one set too many.
+            if self.emission.paired and following and (ahead > 1 or following[0] == block):
+                pending.append(self._load(place, *following))
+            if step == 0:
+                fixed = {name: v for name, v in operands.items() if v[0] in _FIXED_AXES}
+                statistics.clear()
+            at = self.coordinates(place, block, step)
+            values = self._values(acc, block, step)
+            tile = self.emission.run(values, at, {**fixed, **operands}, add, _row_maximum)
+            filled = self._stage(tile, place, first_buffer, filled, block, step)
+            # Keeps later steps' loads behind this step: the compiler would hoist them all.
+            cute.arch.sync_warp()
+            if i + 1 == len(steps) or steps[i + 1][0] != block:
+                for output, (combine, totals) in statistics.items():
+                    self._write_statistic(output, combine, totals, place, block)
 
     def _values(self, acc: Any, block: int, step: int) -> dict[Slot, Any]:
         groups = self.step_columns // 8

@@ -106,6 +106,10 @@ class ChainEmission:
     out_dtype: torch.dtype
     paired: bool = False
 
+    def moving_operands(self) -> list[Operand]:
+        """Operands that change along a row."""
+        return [o for o in self.epilogue.operands if o.axis in ("n", "mn")]
+
     def load(self, coordinates: Coordinates, axes: frozenset[str] = EVERY_AXIS) -> LoadedOperands:
         """Read every operand value along ``axes`` that this thread will need, ahead of use."""
         loaded: LoadedOperands = {}

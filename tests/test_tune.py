@@ -33,8 +33,8 @@ from fusedops.bench.tune_problems import (
 )
 from fusedops.cli import main
 from fusedops.cli.tune import parse_rows
-from fusedops.config import files, tuned_choices, tuning_key
-from fusedops.config.files import tuned_path, tuning_m
+from fusedops.config import files, prefill_tiles, tuned_choices, tuning_key
+from fusedops.config.files import rank, tuned_path, tuning_m
 from fusedops.errors import ConfigError
 from fusedops.jit.prebuild import Compiled, KernelPool, Work
 from fusedops.packing import unpack_gate_up
@@ -133,7 +133,18 @@ def problem_at(m: int, **layer: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("m", "filed"),
-    [(1, 8), (8, 8), (9, 16), (64, 64), (65, 96), (97, 128), (129, 192), (193, 256), (5000, 6144)],
+    [
+        (1, 8),
+        (8, 8),
+        (9, 16),
+        (33, 48),
+        (64, 64),
+        (65, 80),
+        (97, 112),
+        (129, 192),
+        (193, 256),
+        (5000, 6144),
+    ],
 )
 def test_rows_are_filed_under_the_next_bucket(m: int, filed: int) -> None:
     assert tuning_m(m) == filed
@@ -210,6 +221,29 @@ def test_candidates_are_the_best_by_the_model(m: int, top: int, config_folder: P
 def test_rows_that_no_kernel_can_load_have_no_candidates(m: int) -> None:
     with pytest.raises(ConfigError, match="got multiples of 4"):
         candidates(layer_problem(Layer(m, 4096, 4098), H200), 3)
+
+
+def test_a_tiling_that_won_for_the_product_is_tried_at_every_m(config_folder: Path) -> None:
+    far = candidates(problem_at(16), 100)[-1].name
+    assert far not in {one.name for one in candidates(problem_at(64), 3)}
+    run(tuned_path(H200.gpu), problems_at(16), FakeMeasure({far: 1.0}), top=100)
+    tuned_choices.cache_clear()
+    assert far in {one.name for one in candidates(problem_at(64), 3)}
+    other = layer_problem(Layer(64, 4096, 8192), H200)
+    assert far not in {one.name for one in candidates(other, 3)}
+
+
+def test_ties_go_to_the_larger_tile() -> None:
+    tied: dict[float, list[Any]] = {}
+    problem = layer_problem(Layer(256, 128256, 4096), H200)
+    for tile in prefill_tiles():
+        if tile.legal(problem) is None:
+            tied.setdefault(tile.predicted_us(problem), []).append(tile)
+    groups = [group for group in tied.values() if len({tile.size for tile in group}) > 1]
+    assert groups
+    for group in groups:
+        first = min(group, key=lambda tile: rank(tile, problem))
+        assert first.size == max(tile.size for tile in group)
 
 
 # The file

@@ -26,6 +26,7 @@ TORCH = "torch"
 
 COVERS = (
     "fusedops/config/decode.py",
+    "fusedops/config/files.py",
     "fusedops/config/prefill.py",
     "fusedops/cutlass",
     "fusedops/epilogue",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -16,7 +16,7 @@ from fusedops.config import (
     prefill_tiles,
     tuning_key,
 )
-from fusedops.config.files import NamedTile, tuning_m, winners
+from fusedops.config.files import NamedTile, rank, tuning_m, winners
 from fusedops.errors import ConfigError, UnsupportedError
 from fusedops.jit.prebuild import Work
 from fusedops.packing import padded_gate_rows
@@ -42,7 +42,8 @@ HEAD_ROWS = 512
 """Rows beyond which the output head is left out: it sees one row a sequence, not one a token."""
 
 HOPELESS = 2.0
-"""The model is off by far less than this factor, so a slower tiling is not worth GPU time."""
+"""A tiling that the model finds so much slower than the first is not worth GPU time: where the
+model was further off (tiles of 128 rows for 8 to 32), all of its family were slow."""
 
 Tile = TypeVar("Tile", bound=NamedTile)
 
@@ -193,17 +194,15 @@ def tune_problems(
     return list(found.values())
 
 
-def _shortlist(tiles: Sequence[Tile], problem: GemmProblem, top: int) -> list[Tile]:
-    """The legal tiles that the model finds fastest: ``top``, and those it ties with the last.
-
-    Besides those that were measured fastest for the product at another M.
-    """
+def _shortlist(
+    tiles: Sequence[Tile], problem: GemmProblem, top: int, known: Collection[str]
+) -> list[Tile]:
+    """The legal tiles that the model finds fastest: ``top``, ties with the last, and ``known``."""
     legal = [tile for tile in tiles if tile.legal(problem) is None]
-    ranked = sorted(legal, key=lambda tile: (tile.predicted_us(problem), tile.name))
+    ranked = sorted(legal, key=lambda tile: rank(tile, problem))
     if not ranked:
         return []
     limit_us = ranked[min(top, len(ranked)) - 1].predicted_us(problem)
-    known = winners(problem, problem.gpu)
     return [t for t in ranked if t.predicted_us(problem) <= limit_us or t.name in known]
 
 
@@ -211,20 +210,22 @@ def candidates(problem: GemmProblem, top: int) -> list[CutlassCandidate]:
     """The tilings to measure: of each family the ``top`` by predicted time, ties included.
 
     What ``choose_candidate`` takes without measured choices is the first by predicted time, so it
-    is always among them. Those predicted ``HOPELESS`` times slower than it are left out.
+    is always among them. Those predicted ``HOPELESS`` times slower than it are left out, but never
+    one that was measured fastest for the product before, at any M.
 
     Raises:
         ConfigError: no kernel can load the problem's tensors.
     """
     require_kernel_fits(problem)
+    known = winners(problem, problem.gpu)
     found: list[CutlassCandidate] = []
     if problem.m <= DECODE_BUCKETS[-1]:
-        tiles = _shortlist(decode_tiles(), problem, top)
+        tiles = _shortlist(decode_tiles(), problem, top, known)
         found += [DecodeCandidate(problem, tile) for tile in tiles]
-    prefill = _shortlist(prefill_tiles(), problem, top)
+    prefill = _shortlist(prefill_tiles(), problem, top, known)
     found += [PrefillCandidate(problem, tile) for tile in prefill]
     limit_us = HOPELESS * min((one.predicted_us for one in found), default=0.0)
-    return [one for one in found if one.predicted_us <= limit_us]
+    return [one for one in found if one.predicted_us <= limit_us or one.name in known]
 
 
 def candidate_work(candidate: CutlassCandidate) -> Work:

@@ -31,7 +31,8 @@ _NORM_BYTES = 1280
 """Shared memory of an RMSNorm in front: 1 KiB of partial sums and a barrier a stage."""
 _NORM_ROWS = 32
 """Rows up to which a norm inside is worth its repetition by every CTA: on an H200 it adds 0.8 us to
-a product of one row, 2 us at 16 and 32 rows, 10 us at 64."""
+a product of one row, 2 us at 16 and 32 rows, 10 us at 64. Padded M up to here are powers of two,
+for the threads that add up a row's statistics share a warp evenly."""
 _NORM_STEP_BYTES = 2048
 _RESERVED_BYTES = 1024
 """Shared memory that the system takes of each CTA (CUDA C++ Programming Guide, 9.0)."""
@@ -88,6 +89,11 @@ class DecodeTile:
     prefetch: int = 0
     resident: int = 1
 
+    @property
+    def size(self) -> int:
+        """Weight rows of a tile."""
+        return self.rows
+
     def stages(self, m_pad: int, element_bytes: int, norm_bytes: int = 0) -> int:
         """TMA stages that fit beside the reduction buffer, the statistics and the barriers."""
         warps = -(-self.rows // 64) * 4
@@ -108,7 +114,7 @@ class DecodeTile:
 
     def config(self, m: int, element_bytes: int, norm_bytes: int = 0) -> DecodeConfig:
         """The compiled configuration that serves ``m`` rows, with or without a norm in front."""
-        bucket = m_bucket(m, norm_bytes > 0)
+        bucket = m_bucket(m)
         stages = self.stages(bucket, element_bytes, norm_bytes)
         return DecodeConfig(
             self.rows,
@@ -135,7 +141,7 @@ class DecodeTile:
     def legal(self, problem: GemmProblem) -> str | None:
         """Why the tiling cannot serve ``problem``, or None if it can."""
         if self.rows % 16 or not 16 <= self.rows <= 256:
-            # Gate/up blocks are 16 rows; besides, CuTe DSL 4.8 aborts on an odd number of 8 rows.
+            # Gate/up blocks are 16 rows; for the DSL see DECODE_BUCKETS.
             return f"rows={self.rows} is no multiple of 16 up to 256"
         if m_bucket(problem.m) > _WGMMA_ROWS and self.rows > 2 * _WGMMA_ROWS:
             return (
@@ -147,7 +153,7 @@ class DecodeTile:
         if problem.spec.prologue != NO_PROLOGUE and (refusal := _prologue_refusal(problem)):
             return refusal
         norm_bytes = self.norm_bytes(problem)
-        bucket = m_bucket(problem.m, norm_bytes > 0)
+        bucket = m_bucket(problem.m)
         if self.stages(bucket, problem.x_dtype.itemsize, norm_bytes) < 3:
             return "fewer than 3 stages fit the shared memory"
         for node in problem.spec.epilogue:
@@ -161,10 +167,11 @@ class DecodeTile:
     def predicted_us(self, problem: GemmProblem) -> float:
         """Time by the analytic model: memory, the busiest SM's loads and its products overlap.
 
-        Fitted to 362 measured pairs of product and tiling on an H200 (8 to 128 rows): within 8 %
-        (root mean square); the tiling that it picks is 1 % slower than the fastest of its product.
+        Fitted to the pairs of product and tiling in ``tuned/nvidia_h200.json`` (8 to 128 rows),
+        within 9 % (root mean square); the tiling that it picks is on average 1 % slower than the
+        fastest measured one of its product.
         """
-        spec, m_pad = problem.spec, m_bucket(problem.m, self.norm_bytes(problem) > 0)
+        spec, m_pad = problem.spec, m_bucket(problem.m)
         element = problem.x_dtype.itemsize
         k = -(-spec.k // self.split)
         tiles = -(-spec.n // self.rows)
@@ -200,14 +207,10 @@ def _prologue_refusal(problem: GemmProblem) -> str | None:
     return None
 
 
-def m_bucket(m: int, norm: bool = False) -> int:
-    """The padded M that serves ``m`` rows; ConfigError beyond the largest bucket.
-
-    With a norm in front it is a power of two: the threads that add up a row's statistics share a
-    warp evenly.
-    """
+def m_bucket(m: int) -> int:
+    """The padded M that serves ``m`` rows; ConfigError beyond the largest bucket."""
     for bucket in DECODE_BUCKETS:
-        if m <= bucket and not (norm and bucket & (bucket - 1)):
+        if m <= bucket:
             return bucket
     raise ConfigError(f"M={m}: the decode kernel serves at most {DECODE_BUCKETS[-1]} rows.")
 

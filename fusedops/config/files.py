@@ -23,6 +23,7 @@ __all__ = [
     "NamedTile",
     "choose_tile",
     "load_tiles",
+    "rank",
     "tuned_choices",
     "tuned_path",
     "tuning_key",
@@ -37,12 +38,10 @@ TUNED_SCHEMA = 1
 """Version of the layout of ``cutlass_configs/tuned/<gpu>.json``."""
 
 DECODE_BUCKETS = (8, 16, 32, 48, 64, 80, 96, 112, 128)
-"""Padded M of the decode kernels: the wgmma N they are compiled for. They lie close together since
-a row of a tile that lies beyond x costs the TMA unit about 3.5 ns for each 128 bytes of K: o of
-Llama-3-8B took 15.0 us at M = 65 padded to 96, and 11.5 us at M = 96. CuTe DSL 4.8 aborts on an odd
-number of 8 rows beyond the first."""
-
-_TUNED_DECODE_M = (8, 16, 32, 64, 96, 128)
+"""Padded M of the decode kernels: the wgmma N they are compiled for, and what choices are filed
+under. They lie close together since rows of a tile beyond x are dear to load (o of Llama-3-8B took
+15.0 us at M = 65 padded to 96, and 11.5 us at M = 96). CuTe DSL 4.8 aborts on other multiples of 8
+than the first and those of 16."""
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -53,6 +52,11 @@ class NamedTile(Protocol):
     @property
     def name(self) -> str:
         """Its name in ``cutlass_configs``."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Rows of the weight in a tile, times rows of x where tiles share M."""
         ...
 
     def legal(self, problem: GemmProblem) -> str | None:
@@ -149,11 +153,11 @@ def _check_tuned(data: Any, gpu: str) -> None:
 
 
 def tuning_m(m: int) -> int:
-    """The M that a measured choice is filed under: 8 to 128 in six steps, then 2^i and 3 * 2^i."""
-    for bucket in _TUNED_DECODE_M:
+    """The M that a measured choice is filed under: the decode buckets, then 2^i and 3 * 2^i."""
+    for bucket in DECODE_BUCKETS:
         if m <= bucket:
             return bucket
-    bucket = _TUNED_DECODE_M[-1]
+    bucket = DECODE_BUCKETS[-1]
     while bucket < m and bucket < 16384:
         bucket *= 2
     return bucket * 3 // 4 if m <= bucket * 3 // 4 else bucket
@@ -197,4 +201,9 @@ def choose_tile(family: str, tiles: Sequence[Tile], problem: GemmProblem, gpu: s
     for tile in legal:
         if tuned is not None and tile.name == tuned["config"]:
             return tile
-    return min(legal, key=lambda tile: (tile.predicted_us(problem), tile.name))
+    return min(legal, key=lambda tile: rank(tile, problem))
+
+
+def rank(tile: NamedTile, problem: GemmProblem) -> tuple[float, int, str]:
+    """What tilings are ordered by: predicted time, then the larger tile, which loads less."""
+    return tile.predicted_us(problem), -tile.size, tile.name

@@ -150,6 +150,11 @@ class PrefillTile:
         if self.config(2, 2, self.tile_n // self.split).accumulators > _MAX_ACCUMULATORS:
             raise ConfigError(f"{self.name}: more than {_MAX_ACCUMULATORS} accumulators a thread.")
 
+    @property
+    def size(self) -> int:
+        """Accumulators of a tile."""
+        return self.tile_m * self.tile_n
+
     def _check_split(self) -> None:
         if self.split not in (2, 4, 8):
             raise ConfigError(f"{self.name}: split={self.split}; accepted: 1, 2, 4, 8.")

@@ -160,6 +160,11 @@ class MmaTile:
     warps_m: int
     warps_n: int
 
+    @property
+    def size(self) -> int:
+        """Weight rows of a tile: more rows of x than there are cost products, not bytes."""
+        return self.tile_n
+
     def __post_init__(self) -> None:
         threads = 32 * self.warps_m * self.warps_n
         per_row = max(1, self.tile_k // 8)

@@ -1,7 +1,9 @@
 """Stores to the shared memory of another CTA of the cluster, counted by a barrier there.
 
 What a receiver waits for is one way through the cluster: neither a fence nor an arrival stands
-behind the data, as with plain remote stores.
+behind the data, as with plain remote stores. It waits as for bulk tensor loads that another CTA
+multicasts: to acquire at cluster scope would invalidate the L1 besides, which these stores never
+pass.
 
 Sources: PTX ISA, "mapa", "st.async", "mbarrier" (expect-tx and complete-tx operations).
 """

@@ -61,9 +61,8 @@ class DecodeCandidate:
 
     def describe(self) -> str:
         """What would run."""
-        norm = self.tile.norm_bytes(self.problem) > 0
         return (
-            f"decode kernel {self.name}, M padded to {m_bucket(self.problem.m, norm)}, "
+            f"decode kernel {self.name}, M padded to {m_bucket(self.problem.m)}, "
             f"{self.clusters} clusters of {self.tile.split}, predicted {self.predicted_us:.1f} us"
         )
 

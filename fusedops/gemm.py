@@ -156,7 +156,7 @@ def _run(
     try:
         key = _key(spec, policy, x, w, operands, out)
     except AttributeError:
-        require_types(x, w, (None, None, None, None), operands, out)
+        require_types(x, w, (None, None, None, None, False), operands, out)
         raise
     plan = _plans.get(key)
     if plan is None:
@@ -213,6 +213,7 @@ def gemm(
     out_dtype: torch.dtype | None = None,
     prologue: Prologue | str | None = None,
     weight: WeightFormat | None = None,
+    batch_invariant: bool = False,
     out: Tensor | Sequence[Tensor] | None = None,
 ) -> Tensor | list[Tensor]:
     """``epilogue(prologue(x) @ w.T)``, float32 accumulation, one rounding at the end.
@@ -229,6 +230,9 @@ def gemm(
             what the chain forces, else x's (bf16 for 8-bit x).
         prologue: e.g. ``"rms_norm(1e-05)"``, applied to x first.
         weight: the weight's format; default: dense.
+        batch_invariant: a row's result is bit for bit the same whatever other rows x has: K is
+            never split over CTAs, which costs narrow products at few rows up to half their speed.
+            Not with a prologue or row statistics.
         out: tensor(s) to write instead of new ones; the result may have a row pitch.
 
     Returns:
@@ -239,7 +243,9 @@ def gemm(
         UnsupportedError: no provider serves it, or an input requires grad while grad mode is on.
     """
     try:
-        text, names = spec_text(weight or shape_of(w), epilogue, x.dtype, out_dtype, prologue)
+        text, names = spec_text(
+            weight or shape_of(w), epilogue, x.dtype, out_dtype, prologue, batch_invariant
+        )
         tensors = ordered(text, names, operands)
         if out is None:
             results: list[Tensor] = torch.ops.fusedops.gemm.default(x, w, tensors, text)
@@ -247,7 +253,8 @@ def gemm(
             results = [out] if isinstance(out, Tensor) else list(out)
             torch.ops.fusedops.gemm_out.default(x, w, tensors, text, results)
     except (AttributeError, RuntimeError, TypeError):
-        require_types(x, w, (weight, epilogue, out_dtype, prologue), operands, out)
+        options = (weight, epilogue, out_dtype, prologue, batch_invariant)
+        require_types(x, w, options, operands, out)
         raise
     return results[0] if len(results) == 1 else results
 
@@ -307,10 +314,13 @@ def explain(
     out_dtype: torch.dtype | None = None,
     prologue: Prologue | str | None = None,
     weight: WeightFormat | None = None,
+    batch_invariant: bool = False,
 ) -> Explanation:
     """What ``gemm`` with these arguments would run, without running it; raises as it would."""
-    require_types(x, w, (weight, epilogue, out_dtype, prologue), operands)
-    spec = cached_spec(weight or tuple(w.shape), epilogue, x.dtype, out_dtype, prologue)
+    require_types(x, w, (weight, epilogue, out_dtype, prologue, batch_invariant), operands)
+    spec = cached_spec(
+        weight or tuple(w.shape), epilogue, x.dtype, out_dtype, prologue, batch_invariant
+    )
     tensors = ordered(spec.text, spec.operand_names, operands)
     spec.check(x, w, tensors)
     return _explain(_problem(spec, x, w, tensors))
@@ -335,6 +345,7 @@ def explain_problem(
     epilogue: Epilogue | str | None = None,
     prologue: Prologue | str | None = None,
     out_dtype: torch.dtype | None = None,
+    batch_invariant: bool = False,
     device: str = "cpu",
 ) -> Explanation:
     """``explain`` for shapes instead of tensors; operands are taken to have the dtype they prefer.
@@ -347,7 +358,8 @@ def explain_problem(
     for name, size in (("M", m), ("N", n), ("K", k)):
         require_integer("explain", name, size, 0)
     require_x_dtype(dtype)
-    spec = cached_spec((n, k), as_epilogue(epilogue), dtype, out_dtype, as_prologue(prologue))
+    chain, ahead = as_epilogue(epilogue), as_prologue(prologue)
+    spec = cached_spec((n, k), chain, dtype, out_dtype, ahead, batch_invariant)
     spec.check_prologue(dtype)
     operand_dtypes = tuple(
         dtype if dtype in operand.dtypes else operand.dtypes[0] for operand in spec.operands

@@ -1,6 +1,7 @@
 """``GemmSpec`` and ``GemmProblem``: what a GEMM computes, and one instance of it on tensors.
 
-A spec's canonical text is ``prologue > weight format > epilogue > output dtype``, for example
+A spec's canonical text is ``prologue > weight format > epilogue > output dtype``, and
+``batch_invariant`` where that is asked for, for example
 ``none > dense(4096,14336) > residual > bf16``. It is all that ``torch.ops.fusedops.gemm`` needs
 beside the tensors, so the fake implementation, ``torch.compile`` and another process understand a
 user's own chain without registration.
@@ -30,15 +31,25 @@ from fusedops.weight import WeightFormat
 
 __all__ = ["GemmProblem", "GemmSpec"]
 
+_BATCH_INVARIANT = "batch_invariant"
+
 
 @dataclass(frozen=True)
 class GemmSpec:
-    """What a GEMM computes: everything but the tensors and M."""
+    """What a GEMM computes: everything but the tensors and M.
+
+    Attributes:
+        weight: the weight's format, with N and K.
+        epilogue, prologue: what is done to the accumulator, and to x.
+        out_dtype: of the main result.
+        batch_invariant: whether a row's result may not depend on M, bit for bit.
+    """
 
     weight: WeightFormat
     epilogue: Epilogue = NO_EPILOGUE
     out_dtype: torch.dtype = torch.bfloat16
     prologue: Prologue = NO_PROLOGUE
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         names = self.operand_names
@@ -52,6 +63,19 @@ class GemmSpec:
                 f"{dtype_name(self.out_dtype)}; write {dtype_name(forced)}."
             )
         self.epilogue.widths(self.weight.n)
+        if self.batch_invariant:
+            self._check_batch_invariant()
+
+    def _check_batch_invariant(self) -> None:
+        partial = [str(node) for node in self.epilogue if node.depends_on_tiles()]
+        reason = f"{partial[0]} is partial results of a kernel's tiles" if partial else None
+        if self.prologue != NO_PROLOGUE:
+            reason = f"the threads that share a row of {self.prologue} depend on M"
+        if reason is not None:
+            raise ConfigError(
+                f"spec {self}: {reason}, so it is not batch invariant; leave it out, or leave out "
+                "batch_invariant."
+            )
 
     def __str__(self) -> str:
         return self.text
@@ -59,24 +83,27 @@ class GemmSpec:
     @cached_property
     def text(self) -> str:
         """The canonical text."""
-        return f"{self.prologue} > {self.weight} > {self.epilogue} > {dtype_name(self.out_dtype)}"
+        parts = [self.prologue, self.weight, self.epilogue, dtype_name(self.out_dtype)]
+        return " > ".join(map(str, parts + [_BATCH_INVARIANT] * self.batch_invariant))
 
     @classmethod
     @lru_cache(maxsize=4096)
     def parse(cls, text: str) -> GemmSpec:
         """The spec that ``text`` describes; ConfigError names the part that does not fit."""
         parts = split_chain(text, ">")
-        if len(parts) != 4:
+        if len(parts) not in (4, 5) or parts[4:] not in ([], [_BATCH_INVARIANT]):
             raise ConfigError(
                 f"gemm spec {text!r} has {len(parts)} parts; write "
-                "'prologue > weight > epilogue > dtype', e.g. 'none > dense(64,32) > bias > bf16'."
+                "'prologue > weight > epilogue > dtype', e.g. 'none > dense(64,32) > bias > bf16', "
+                f"and {_BATCH_INVARIANT!r} after that where it is asked for."
             )
-        prologue, weight, epilogue, dtype = parts
+        prologue, weight, epilogue, dtype, *invariant = parts
         return cls(
             WeightFormat.parse(weight),
             Epilogue.parse(epilogue),
             dtype_from_name(dtype),
             Prologue.parse(prologue),
+            bool(invariant),
         )
 
     @property

@@ -140,6 +140,8 @@ class DecodeTile:
 
     def legal(self, problem: GemmProblem) -> str | None:
         """Why the tiling cannot serve ``problem``, or None if it can."""
+        if problem.spec.batch_invariant and self.split > 1:
+            return "K is split over CTAs, which is not batch invariant"
         if self.rows % 16 or not 16 <= self.rows <= 256:
             # Gate/up blocks are 16 rows; for the DSL see DECODE_BUCKETS.
             return f"rows={self.rows} is no multiple of 16 up to 256"

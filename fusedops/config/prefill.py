@@ -213,6 +213,8 @@ class PrefillTile:
 
     def legal(self, problem: GemmProblem) -> str | None:
         """Why the tiling cannot serve ``problem``, or None if it can."""
+        if problem.spec.batch_invariant and self.split > 1:
+            return "K is split over CTAs, which is not batch invariant"
         spec = problem.spec
         if spec.prologue != NO_PROLOGUE:
             return f"no kernel has {spec.prologue} inside"

@@ -233,6 +233,10 @@ class Node(SpecItem):
         """Columns whose values the node needs together; a kernel's tile holds whole groups."""
         return 1
 
+    def depends_on_tiles(self) -> bool:
+        """Whether a result is partial: the kernel's tiles decide which columns it covers."""
+        return False
+
     def result_dtype(self) -> torch.dtype | None:
         """The dtype this node forces on the main result, or None."""
         return None

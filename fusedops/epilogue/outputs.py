@@ -203,6 +203,9 @@ class RowStat(Node):
         if self.parts < 1:
             raise ConfigError(f"row_stat: parts={self.parts} must be at least 1.")
 
+    def depends_on_tiles(self) -> bool:
+        return True
+
     def extra_outputs(self) -> tuple[ExtraOutput, ...]:
         return (ExtraOutput(self.statistic, torch.float32, self._empty),)
 

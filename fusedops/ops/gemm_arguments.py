@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedops.check import describe, describe_value, require_tensor
+from fusedops.check import describe, describe_value, require_bool, require_tensor
 from fusedops.epilogue.chain import Epilogue
 from fusedops.epilogue.spec import DTYPES, forget_when_redefined
 from fusedops.errors import ConfigError, DTypeError, LayoutError, ShapeError
@@ -105,6 +105,7 @@ def cached_spec(
     x_dtype: torch.dtype,
     out_dtype: torch.dtype | None,
     prologue: Prologue | str | None,
+    batch_invariant: bool = False,
 ) -> GemmSpec:
     """The spec for a weight format, or for a dense weight of the given shape."""
     form = _as_weight(weight)
@@ -114,7 +115,8 @@ def cached_spec(
     if out_dtype is None:
         wide = x_dtype if x_dtype.is_floating_point and x_dtype.itemsize > 1 else torch.bfloat16
         out_dtype = chain.result_dtype(wide)
-    return GemmSpec(form, chain, out_dtype, as_prologue(prologue))
+    require_bool("gemm", batch_invariant=batch_invariant)
+    return GemmSpec(form, chain, out_dtype, as_prologue(prologue), batch_invariant)
 
 
 forget_when_redefined(cached_spec.cache_clear)
@@ -127,6 +129,7 @@ def spec_text(
     x_dtype: torch.dtype,
     out_dtype: torch.dtype | None,
     prologue: Prologue | str | None,
+    batch_invariant: bool = False,
 ) -> tuple[str, tuple[str, ...]]:
     """The canonical spec and its operands' names; a constant to torch.compile.
 
@@ -136,8 +139,9 @@ def spec_text(
         x_dtype: dtype of the activations.
         out_dtype: dtype of the result; None: what the chain forces, else x's (bf16 for 8-bit x).
         prologue: the prologue or its text.
+        batch_invariant: whether a row's result may not depend on M.
     """
-    spec = cached_spec(weight, epilogue, x_dtype, out_dtype, prologue)
+    spec = cached_spec(weight, epilogue, x_dtype, out_dtype, prologue, batch_invariant)
     return spec.text, spec.operand_names
 
 
@@ -177,7 +181,7 @@ def ordered(
 def require_types(
     x: object,
     w: object,
-    options: tuple[Any, Any, Any, Any],
+    options: tuple[Any, Any, Any, Any, Any],
     operands: Any,
     out: Any = None,
 ) -> None:
@@ -189,12 +193,13 @@ def require_types(
     """
     require_tensor("gemm", "x", x)
     require_tensor("gemm", "w", w)
-    weight, epilogue, out_dtype, prologue = options
+    weight, epilogue, out_dtype, prologue, batch_invariant = options
     if weight:
         _as_weight(weight)
     as_epilogue(epilogue)
     _require_out_dtype(out_dtype)
     as_prologue(prologue)
+    require_bool("gemm", batch_invariant=batch_invariant)
     if isinstance(operands, (Mapping, list, tuple)):
         named = operands if isinstance(operands, Mapping) else dict(enumerate(operands))
         for name, operand in named.items():

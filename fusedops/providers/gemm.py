@@ -149,7 +149,9 @@ class ReferenceProvider:
 
     def _direct(self, problem: GemmProblem) -> DirectForm | None:
         # Only in float32: there torch's call and the chain differ by float32 rounding alone.
-        return _direct_form(problem) if problem.x_dtype == torch.float32 else None
+        if problem.x_dtype != torch.float32 or problem.spec.batch_invariant:
+            return None
+        return _direct_form(problem)
 
     def describe(self, problem: GemmProblem) -> str:
         direct = self._direct(problem)
@@ -165,7 +167,10 @@ class ReferenceProvider:
             x: Tensor, w: Tensor, operands: Sequence[Tensor | None], out: Sequence[Tensor] | None
         ) -> list[Tensor]:
             context = spec.context(operands, m)
-            accumulator = spec.weight.accumulate(x.reshape(m, k), w, context)
+            rows = x.reshape(m, k)
+            # torch's order of summation depends on the number of rows.
+            parts = rows.split(1) if spec.batch_invariant and m else [rows]
+            accumulator = torch.cat([spec.weight.accumulate(part, w, context) for part in parts])
             main = spec.epilogue.reference(accumulator, context)
             return deliver(spec, x, [main, *context.outputs], out)
 
@@ -187,6 +192,8 @@ class CublasProvider:
             return not_applicable(f"runs on CUDA tensors, got {problem.device_type}")
         if not isinstance(problem.spec.weight, Dense):
             return unsupported(f"multiplies dense weights only, got {problem.spec.weight}")
+        if problem.spec.batch_invariant:
+            return unsupported("is not batch invariant: the kernel it takes depends on M")
         if problem.x_dtype not in FLOAT_DTYPES:
             return unsupported(f"multiplies float32, bfloat16 and float16, got {problem.x_dtype}")
         return refuse_prologue(problem) or SUPPORTED

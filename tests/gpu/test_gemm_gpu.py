@@ -206,6 +206,33 @@ def test_b08_odd_sizes(provider: str, shape: tuple[int, int, int], dtype: torch.
     torch.testing.assert_close(run(provider, case)[0], expected)
 
 
+@pytest.mark.parametrize("provider", ["cutlass", "cutlass_sm80"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(4096, 4096), (1280, 2048), (520, 1000)], ids=str)
+def test_batch_invariant_rows_do_not_depend_on_the_rows_beside_them(
+    provider: str, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    """Over the decode and the prefill kernel and their tilings, whatever M takes which."""
+    n, k = shape
+    case = make_case("bias|residual", 700, n, k, dtype, device="cuda")
+    bias, residual = case.operands
+    assert bias is not None
+    assert residual is not None
+    results = {}
+    for m in (1, 2, 8, 16, 33, 64, 96, 128, 200, 512, 700):
+        with fusedops.use_provider(provider):
+            results[m] = fusedops.gemm(
+                case.x[:m],
+                case.w,
+                "bias|residual",
+                [bias, residual[:m]],
+                out_dtype=dtype,
+                batch_invariant=True,
+            )
+    for m, y in results.items():
+        assert torch.equal(y, results[700][:m]), f"M={m}"
+
+
 def test_mixed_devices_are_refused() -> None:
     with pytest.raises(fusedops.DeviceError, match="move both to one device"):
         fusedops.gemm(torch.randn(2, 8), torch.randn(4, 8, device="cuda"))

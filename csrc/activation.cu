@@ -19,6 +19,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::resident(Layout::kPa
   constexpr int kPacks = Layout::kPacks;
   constexpr bool kIsPrecise = sizeof(T) == 4;
   __shared__ JoinScratch scratch;
+  pdl_enter<Layout>();
   if constexpr (Layout::kCluster > 1) cluster_arrive();
   const Layout at = Layout::of_thread(parts);
   const bool is_row = at.template is_row<Sink::kPads>(rows);
@@ -28,8 +29,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::resident(Layout::kPa
   const T* up_row = gate_row + packs * inner * kWidth;
   const QuantizedRows quantized_rows = {static_cast<unsigned char*>(out), given, scales,
                                         given_stride, scale_pitch};
-  pdl_wait();
-  pdl_launch_dependents();
+  pdl_wait_for_rows<Layout>();
   const float scale = read_scale<Sink>(quantized_rows, at.row, is_row);
 
   Pack<T, kWidth> values[kPacks], up[kPacks];

@@ -20,12 +20,12 @@ __global__ void __launch_bounds__(kThreads)
               long long row_stride, long long column_stride, long long id1, long long id2,
               long long id3, long long id_stride0, long long id_stride1, long long id_stride2,
               long long id_stride3) {
+  pdl_launch_dependents();
   const Dims places = {{1, id1, id2, id3}, {id_stride0, id_stride1, id_stride2, id_stride3}};
   const unsigned long long token = blockIdx.x;
   const int first = blockIdx.y * kThreads * kUnroll + threadIdx.x;
   const long long place = places.offset(token);
   pdl_wait();
-  pdl_launch_dependents();
   const long long id = ids[place];
   const bool is_inside = id >= 0 && id < rows;
   const Word* from = weight + id * row_stride;
@@ -54,6 +54,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::resident(56))
                     long long id_stride1, long long id_stride2, long long id_stride3) {
   constexpr int kPacks = Layout::kPacks;
   __shared__ JoinScratch scratch;
+  pdl_enter<Layout>();
   if constexpr (Layout::kCluster > 1) cluster_arrive();
   const Layout at = Layout::of_thread(Layout::kCluster);
   const bool is_token = at.template is_row<false>(tokens);
@@ -61,8 +62,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::resident(56))
   const Dims places = {{1, id1, id2, id3}, {id_stride0, id_stride1, id_stride2, id_stride3}};
   const long long place = row_offset<false>(places, token, tokens);
   T* to = out + token * packs * kWidth;
-  pdl_wait();
-  pdl_launch_dependents();
+  pdl_wait_for_rows<Layout>();
   const long long id = ids[place];
   const bool is_inside = is_token && id >= 0 && id < rows;
   const T* from = weight + (is_inside ? id : 0) * row_stride;

@@ -65,6 +65,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::resident(kRegisters<
   constexpr int kPacks = Layout::kPacks;
   constexpr bool kIsEarly = kPacks * kWidth * sizeof(W) <= kEarlyBytes;
   __shared__ JoinScratch scratch[3];
+  pdl_enter<Layout>();
   if constexpr (Layout::kCluster > 1) cluster_arrive();
   const Layout at = Layout::of_thread(Layout::kCluster);
   const bool is_row = at.template is_row<Sink::kPads>(rows);
@@ -74,8 +75,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::resident(kRegisters<
   const long long dense_place = row * packs * kWidth;
   const QuantizedRows quantized_rows = {static_cast<unsigned char*>(out), given, scales,
                                         given_stride, scale_pitch};
-  pdl_wait();
-  pdl_launch_dependents();
+  pdl_wait_for_rows<Layout>();
   const float scale = read_scale<Sink>(quantized_rows, at.row, is_row);
 
   Pack<T, kWidth> values[kPacks];

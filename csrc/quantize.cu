@@ -20,6 +20,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::resident(Layout::kPa
                   long long x_stride1, long long x_stride2, long long x_stride3) {
   constexpr int kPacks = Layout::kPacks;
   __shared__ JoinScratch scratch;
+  pdl_enter<Layout>();
   if constexpr (Layout::kCluster > 1) cluster_arrive();
   const Layout at = Layout::of_thread(parts);
   const bool is_row = at.template is_row<Sink::kPads>(rows);
@@ -27,8 +28,7 @@ __global__ void __launch_bounds__(Layout::kThreads, Layout::resident(Layout::kPa
   const T* from = x + row_offset<kIsFlat>(dims, is_row ? at.row : 0, rows);
   const QuantizedRows quantized_rows = {static_cast<unsigned char*>(out), given, scales,
                                         given_stride, scale_pitch};
-  pdl_wait();
-  pdl_launch_dependents();
+  pdl_wait_for_rows<Layout>();
   const float scale = read_scale<Sink>(quantized_rows, at.row, is_row);
   Pack<T, kWidth> values[kPacks];
 #pragma unroll
@@ -72,10 +72,10 @@ __global__ void __launch_bounds__(kThreads)
                   long long x3, long long x_stride0, long long x_stride1, long long x_stride2,
                   long long x_stride3) {
   __shared__ JoinScratch scratch;
+  pdl_launch_dependents();
   const Dims dims = {{1, x1, x2, x3}, {x_stride0, x_stride1, x_stride2, x_stride3}};
   unsigned largest = 0;
   pdl_wait();
-  pdl_launch_dependents();
   each_pack<T, kWidth, kIsFlat>(x, count, dims, [&](const Pack<T, kWidth>& pack, long long) {
     largest = max(largest, magnitude_bits(pack));
   });
@@ -90,10 +90,10 @@ __global__ void __launch_bounds__(kThreads)
                     long long x_stride0, long long x_stride1, long long x_stride2,
                     long long x_stride3) {
   __shared__ JoinScratch scratch;
+  pdl_launch_dependents();
   const Dims dims = {{1, x1, x2, x3}, {x_stride0, x_stride1, x_stride2, x_stride3}};
   unsigned largest = 0;
   pdl_wait();
-  pdl_launch_dependents();
 #pragma unroll 1
   for (int i = threadIdx.x; i < part_count; i += kThreads) largest = max(largest, parts[i]);
   const float scale = dynamic_scale<Format>(join_row<WholeBlock, Largest>(largest, scratch));

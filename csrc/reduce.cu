@@ -20,8 +20,6 @@
 namespace fusedops {
 
 constexpr int kThreads = 256;
-constexpr int kClusterThreads = 512;
-constexpr int kClusterBlocks = 8;
 
 // Loads of 16 bytes in flight a thread: 8 reach the memory's bandwidth. The exponential of a double
 // takes so many registers that more than 2 would spill.
@@ -132,18 +130,18 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// One row a cluster of kClusterBlocks blocks, which lie side by side in blockIdx.x; block b takes
-// the elements from b * chunk on. The others hand their part to the first block's shared memory.
-template <class Op, typename T>
-__global__ void __launch_bounds__(kClusterThreads)
+// One row a cluster of kBlocks blocks, which lie side by side in blockIdx.x; block b takes the
+// elements from b * chunk on. The others hand their part to the first block's shared memory.
+template <class Op, typename T, int kBlocks, int kBlockThreads>
+__global__ void __launch_bounds__(kBlockThreads)
     reduce_cluster(const T* x, typename Op::Out* results, long long length, long long chunk,
                    long long kept1, long long kept2, long long kept3, long long kept_stride0,
                    long long kept_stride1, long long kept_stride2, long long kept_stride3) {
   using Acc = typename Op::Acc;
   constexpr int kWords = sizeof(Acc) / 4;
   __shared__ union Parts {
-    unsigned words[kClusterBlocks * kWords];
-    Acc acc[kClusterBlocks];
+    unsigned words[kBlocks * kWords];
+    Acc acc[kBlocks];
     __device__ Parts() {}
   } parts;
   pdl_launch_dependents();
@@ -151,12 +149,12 @@ __global__ void __launch_bounds__(kClusterThreads)
   const Dims kept = {{1, kept1, kept2, kept3},
                      {kept_stride0, kept_stride1, kept_stride2, kept_stride3}};
   const unsigned rank = cluster_rank();
-  const unsigned long long row = blockIdx.x / kClusterBlocks;
+  const unsigned long long row = blockIdx.x / kBlocks;
   const long long begin = min(rank * chunk, length);
   const T* from = x + kept.offset(row) + begin;
   pdl_wait();
-  Acc acc = sweep<Op, T, 8>(from, min(chunk, length - begin), begin, threadIdx.x, kClusterThreads);
-  acc = join_lanes<Op, kClusterThreads>(acc, kClusterThreads);
+  Acc acc = sweep<Op, T, 8>(from, min(chunk, length - begin), begin, threadIdx.x, kBlockThreads);
+  acc = join_lanes<Op, kBlockThreads>(acc, kBlockThreads);
   cluster_wait();
   if (threadIdx.x == 0) {
     union Words {
@@ -172,7 +170,7 @@ __global__ void __launch_bounds__(kClusterThreads)
   cluster_wait();
   if (rank == 0 && threadIdx.x == 0) {
 #pragma unroll
-    for (int i = 1; i < kClusterBlocks; ++i) acc = Op::merge(acc, parts.acc[i]);
+    for (int i = 1; i < kBlocks; ++i) acc = Op::merge(acc, parts.acc[i]);
     results[row] = Op::finish(acc, length);
   }
 }

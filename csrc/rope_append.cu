@@ -73,6 +73,7 @@ __global__ void __launch_bounds__(kThreads)
                 long long k_scale_stride, long long v_scale_stride) {
   using Cached = typename CacheElement<Sink, T>::type;
   using Elements = Pack<T, kWidth>;
+  pdl_launch_dependents();
   const long long token = blockIdx.x;
   const int half = rotary_dim / 2;
   const int turning = kRope ? half / kWidth : 0;
@@ -85,7 +86,6 @@ __global__ void __launch_bounds__(kThreads)
   const int all = of_turned + (kAppend ? k_heads * per_value : 0);
   const int item = blockIdx.y * kThreads + threadIdx.x;
   pdl_wait();
-  pdl_launch_dependents();
   if (item >= all) return;
   const bool is_value = kAppend && item >= of_turned;
   const int joint_head = item / per_head;

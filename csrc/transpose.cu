@@ -4,6 +4,7 @@
 #include "dims.cuh"
 #include "memory.cuh"
 #include "pdl.cuh"
+#include "realigned_tile.cuh"
 #include "register_transpose.cuh"
 #include "shifted_tile.cuh"
 #include "tiles.cuh"
@@ -174,6 +175,47 @@ __global__ void __launch_bounds__(kThreads)
     at.load_edge(rows - r, columns - c, c == 0);
     __syncthreads();
     at.store_edge(rows - r, columns - c, r == 0);
+  }
+}
+
+// The same for small elements: their rows are shifted into place on the way. Dynamic shared memory:
+// RealignedTile<T>::kBytes.
+template <typename T>
+__global__ void __launch_bounds__(RealignedTile<T>::kThreads, RealignedTile<T>::kBlocksPerSm)
+    transpose_realigned(const T* x, T* out, long long rows, long long columns, long long row_stride,
+                        unsigned row_tiles, unsigned column_tiles, unsigned group, long long size1,
+                        long long size2, long long size3, long long stride0, long long stride1,
+                        long long stride2, long long stride3) {
+  extern __shared__ uint4 tile[];
+  using Tile = RealignedTile<T>;
+  pdl_launch_dependents();
+  const Dims batch = {{1, size1, size2, size3}, {stride0, stride1, stride2, stride3}};
+  const auto [matrix, tile_row, tile_column] =
+      tile_place(blockIdx.x, row_tiles, column_tiles, group);
+  const long long r = static_cast<long long>(tile_row) * Tile::kRows;
+  const long long c = static_cast<long long>(tile_column) * Tile::kColumns;
+  const T* first = x + batch.offset(matrix);
+  const Tile at = {first + r * row_stride + c,
+                   out + (matrix * columns + c) * rows + r,
+                   row_stride,
+                   rows,
+                   first,
+                   first + (rows - 1) * row_stride + columns,
+                   tile};
+  pdl_wait();
+  const int tile_rows = static_cast<int>(min(rows - r, static_cast<long long>(Tile::kHeld)));
+  const int tile_columns =
+      static_cast<int>(min(columns - c, static_cast<long long>(Tile::kColumns)));
+  if (at.reads_inside(rows - r, columns - c)) {
+    at.template load<true>(tile_rows, tile_columns);
+  } else {
+    at.template load<false>(tile_rows, tile_columns);
+  }
+  __syncthreads();
+  if (r > 0 && tile_rows == Tile::kHeld && tile_columns == Tile::kColumns) {
+    at.template store<true>(tile_rows, tile_columns, false);
+  } else {
+    at.template store<false>(tile_rows, tile_columns, r == 0);
   }
 }
 

@@ -27,6 +27,7 @@ from fusedops.ops.fused_quantize import (
     fused_add_rms_norm_quantize,
     layer_norm_quantize,
     rms_norm_quantize,
+    transpose_quantize,
 )
 from fusedops.ops.histogram import bincount, expert_histogram, histogram
 from fusedops.ops.kv_append import append_paged_kv
@@ -98,5 +99,6 @@ __all__ = [
     "rope_table",
     "sample",
     "transpose",
+    "transpose_quantize",
     "use_provider",
 ]

@@ -24,7 +24,12 @@ from pathlib import Path
 
 import torch
 
-from fusedops.bench.environment import collect_environment, gpu_slug, repository_root
+from fusedops.bench.environment import (
+    collect_environment,
+    gpu_slug,
+    repository_root,
+    set_peer_variables,
+)
 from fusedops.bench.goal_harness import NOT_BUILT, Harness, select, table
 from fusedops.bench.goal_spec import load_goals, sync_goals
 from fusedops.bench.goals import load_all
@@ -111,6 +116,7 @@ def run(options: argparse.Namespace) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; an error of the project's own is one line and exit status 2."""
     options = parse(arguments)
+    set_peer_variables()
     try:
         return run(options)
     except FusedOpsError as error:

@@ -111,7 +111,7 @@ def prefill() -> Iterator[Case]:
 def split() -> Iterator[Case]:
     """The prefill kernel with K split over a cluster, whose clusters have one tile.
 
-    Tiles of 64 to 256 columns leave each CTA of 2, 4 or 8 from 32 to 128 of them to finish.
+    Each CTA of 2, 4 or 8 has 16 to 128 of a tile's columns to finish.
     """
     tiles = [tile for tile in prefill_tiles() if tile.split > 1]
     for tile in tiles:

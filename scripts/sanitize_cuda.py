@@ -90,16 +90,47 @@ def case(name: str, function: Callable[..., Any], *args: Any, **options: Any) ->
 
 
 def transposes() -> Iterator[Case]:
-    """Tiles with and without 16-byte loads and stores, the walk of a short side, a copy."""
-    for rows, columns in ((128, 128), (130, 128), (128, 130), (129, 131)):
+    """Tiles with and without 16-byte loads and stores, the walk of a short side, a copy.
+
+    Of rows that start anywhere, three tiles each way have one that touches no end of x.
+    """
+    for rows, columns in ((128, 128), (130, 128), (128, 130), (129, 131), (400, 209)):
         yield case(f"fp32 {rows}x{columns}", transpose, drawn(rows, columns, dtype=F32))
     for dtype in (torch.int8, torch.float64):
         x = whole(-99, 99, 2, 259, 321, dtype=dtype)
         yield case(f"{dtype} batch of 2", transpose, x)
         yield case(f"{dtype} aligned", transpose, x[:, :256, :320].contiguous())
-    yield case("bf16 view", transpose, drawn(3, 200, 136)[:, 1:, 3:])
+    yield case("int8 inner tile", transpose, whole(-99, 99, 801, 723, dtype=torch.int8))
+    yield case("bf16 inner tile", transpose, drawn(401, 749))
+    yield case("bf16 view", transpose, drawn(3, 200, 280)[:, 1:, 3:])
     yield case("bf16 short side", transpose, drawn(1000, 3))
     yield case("bf16 column", transpose, drawn(1, 1003))
+
+
+def converting_transposes() -> Iterator[Case]:
+    """Rows of vectors, of less and at any address; one pass and several; casts; rows in order."""
+    for rows, columns, dtype in (
+        (256, 256, BF16),
+        (300, 66, BF16),
+        (131, 299, BF16),
+        (131, 259, F32),
+    ):
+        x = drawn(rows, columns, dtype=dtype)
+        for storage, granularity in (("e4m3", "token"), ("int8", "block128")):
+            yield case(
+                f"{dtype} {rows}x{columns} {granularity}",
+                fusedops.transpose_quantize,
+                x,
+                dtype=storage,
+                granularity=granularity,
+            )
+        target = F32 if dtype is BF16 else torch.float16
+        yield case(f"{dtype} {rows}x{columns} cast", transpose, x, target)
+    x, scale = drawn(3, 200, 137)[:, 1:, 3:], torch.full((402,), 0.02)
+    yield case("given view", fusedops.transpose_quantize, x, scale=scale)
+    yield case("batch", fusedops.transpose_quantize, x, granularity="block128")
+    yield case("in order", fusedops.transpose_quantize, x.transpose(1, 2), granularity="block128")
+    yield case("cast in order", transpose, x.transpose(1, 2), F32)
 
 
 def reductions() -> Iterator[Case]:
@@ -314,6 +345,7 @@ def embeddings() -> Iterator[Case]:
 
 FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
     "transpose": transposes,
+    "transpose_quantize": converting_transposes,
     "reduce": reductions,
     "copy": copies,
     "norm": norms,

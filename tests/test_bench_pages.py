@@ -26,6 +26,7 @@ ENVIRONMENT = Environment(
     commit="abc123",
     command="fusedops bench memory",
     date="2026-01-02T03:04:05+00:00",
+    variables={"FLASHINFER_DISABLE_JIT": "1"},
 )
 
 
@@ -52,6 +53,7 @@ def line(text: str, start: str) -> str:
 
 def test_a_page_names_its_environment_and_absent_peers() -> None:
     text = markdown(page(WIN))
+    assert "| FLASHINFER_DISABLE_JIT | 1 |" in text
     for fact in ("NVIDIA H200, driver 580.1", "abc123", "`fusedops bench memory`", "2.11.0+cu130"):
         assert fact in text
     assert "| quack | the package is \\| missing |" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusedops.bench import Buffers, Protocol, peers
+from fusedops.bench import Buffers, Protocol, environment, peers
 from fusedops.bench.goal_run import GoalError, GoalRun, OutOfTimeError, Reading, RowStore
 from fusedops.bench.goal_spec import load_goals
 from fusedops.bench.goals import (
@@ -34,8 +35,17 @@ from fusedops.bench.goals.cuda_rows import (
     rows_beside,
     with_absent,
 )
-from fusedops.bench.measurement import Absent, Failed, Measurement, Outcome, summarize
-from fusedops.errors import BuildError
+from fusedops.bench.measurement import (
+    Absent,
+    Bound,
+    Failed,
+    Measurement,
+    Outcome,
+    outcome_from_json,
+    outcome_to_json,
+    summarize,
+)
+from fusedops.errors import BuildError, ConfigError
 from fusedops.jit.nvrtc import CudaProgram
 from fusedops.jit.resources import csrc_dir
 from fusedops.ops.transpose import transpose
@@ -107,6 +117,45 @@ def test_a_transpose_row_times_us_and_torch(run: GoalRun, dtype: torch.dtype) ->
     rows = cuda_memory.transpose_outcomes(run, 33, 65, dtype)
     assert timed(rows) == {MINE, "torch"}
     assert not failures(rows)
+
+
+@pytest.mark.parametrize("granularity", cuda_memory.STORAGES)
+def test_a_quantizing_transpose_is_timed_beside_its_parts(run: GoalRun, granularity: str) -> None:
+    rows = cuda_memory.quantize_outcomes(run, 256, 40, granularity)
+    assert timed(rows) == {MINE, f"{MINE} transpose, quantize", "torch.t, quantize", "torch"}
+    assert not failures(rows)
+
+
+@pytest.mark.parametrize(("source", "target"), cuda_memory.CASTS, ids=str)
+def test_a_casting_transpose_row_times_us_and_torch(
+    run: GoalRun, source: torch.dtype, target: torch.dtype
+) -> None:
+    rows = cuda_memory.cast_outcomes(run, 33, 65, source, target)
+    assert timed(rows) == {MINE, "torch"}
+    assert not failures(rows)
+
+
+def test_converting_transposes_stand_beside_one_goal(
+    run: GoalRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def outcomes(run: GoalRun, *options: Any) -> dict[str, Outcome]:
+        asked.append(options[2:])
+        return {MINE: time_of(5) if len(asked) > 1 else Failed("no")}
+
+    monkeypatch.setattr(cuda_memory, "quantize_outcomes", outcomes)
+    monkeypatch.setattr(cuda_memory, "cast_outcomes", outcomes)
+    monkeypatch.setattr(cuda_memory, "transpose_outcomes", lambda *_: {MINE: time_of(3)})
+    registered = load_all()
+    notes = {
+        name: registered[f"cuda.transpose.{name}"].function(run).note
+        for name in cuda_memory.TRANSPOSES
+    }
+    assert asked == [(granularity,) for granularity in cuda_memory.STORAGES] + list(
+        cuda_memory.CASTS
+    )
+    assert [note for note in notes.values() if note] == ["4 rows beside; e4m3 block128: no"]
 
 
 @pytest.mark.parametrize(
@@ -238,9 +287,30 @@ def test_what_stands_beside_a_goal_says_what_is_wrong_and_fails_nothing() -> Non
         rows_beside({"late": late})
 
 
-def test_a_bound_is_kept_in_the_notes_of_its_row() -> None:
-    assert bounded(time_of(0.7), 0.7).notes == ("bound 0.7 us: ok",)
-    assert bounded(time_of(1.0), 1.5e6, 2e6).notes == ("bound 1500000 us: missed",)
+def test_a_row_with_a_bound_says_whether_it_is_kept() -> None:
+    for row, limit_us, value_us, ok in (
+        (bounded(time_of(0.7), 0.7), 0.7, 0.7, True),
+        (bounded(time_of(1.0), 1.5e6, 2e6), 1.5e6, 2e6, False),
+    ):
+        data = outcome_to_json(row)
+        assert data["bound"] == {"limit_us": limit_us, "value_us": value_us}
+        assert data["ok"] is ok
+        assert outcome_from_json(data) == row
+    assert not {"bound", "ok"} & outcome_to_json(time_of(1)).keys()
+    with pytest.raises(ConfigError, match="no measurement"):
+        outcome_from_json({**data, "bound": {"limit_us": 1.0}})
+
+
+def test_a_bound_is_kept_with_its_row_and_known_when_it_is_taken_over(run: GoalRun) -> None:
+    def measure_row() -> dict[str, Outcome]:
+        run.ran_elsewhere("reduce", 1)
+        return {MINE: bounded(time_of(0.5), 0.7), "torch": time_of(1)}
+
+    run.row("a", measure_row)
+    assert run._store._rows["a"]["outcomes"][MINE]["ok"] is True
+    run.bounds.clear()
+    run.row("a", dict)
+    assert run.bounds == {f"a: {MINE}": Bound(0.7, 0.5)}
 
 
 def test_every_peer_of_the_table_has_a_time_or_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,6 +327,39 @@ def test_every_peer_of_the_table_has_a_time_or_a_reason(monkeypatch: pytest.Monk
         "x": "why",
     }
     assert timed({**rows, "quack": Absent("?")}) == {MINE}
+
+
+def test_a_rows_own_reason_goes_before_what_is_missing_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    without_peers(monkeypatch)
+    budget = peers.CompileBudget(0.0)
+    monkeypatch.setattr(cuda_rows, "COMPILE_BUDGET", budget)
+    own = {name: f"no {name}" for name in ("torch.compile", "flashinfer")}
+    rows = with_absent({MINE: time_of(1)}, own)
+    reasons = {name: row.reason for name, row in rows.items() if isinstance(row, Absent)}
+    assert reasons == {**own, "quack": "left out", "cub": "left out"}
+
+
+def test_asking_for_peers_changes_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FLASHINFER_DISABLE_JIT", raising=False)
+    monkeypatch.setattr(peers.torch.cuda, "is_available", lambda: True)
+    peers._PROBES["flashinfer"]()
+    assert "FLASHINFER_DISABLE_JIT" not in os.environ
+
+
+def test_who_times_peers_forbids_them_to_build_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(environment, "_versions", dict)
+    monkeypatch.setattr(environment, "git_commit", lambda: "abc")
+    for given, kept in (("0", "0"), (None, "1")):
+        monkeypatch.delenv("FLASHINFER_DISABLE_JIT", raising=False)
+        assert environment.collect_environment("x").variables == {}
+        if given is not None:
+            monkeypatch.setenv("FLASHINFER_DISABLE_JIT", given)
+        environment.set_peer_variables()
+        assert environment.collect_environment("x").variables == {"FLASHINFER_DISABLE_JIT": kept}
 
 
 def test_torch_compile_may_not_eat_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,7 +415,8 @@ def test_a_cold_compile_has_the_bound_of_its_slowest_kernel(
     norm, broken = rows[f"{MINE} norm.cu"], rows[f"{MINE} copy.cu"]
     assert isinstance(norm, Measurement)
     assert norm.samples == (0.25e6, 2e6)
-    assert norm.notes == ("slowest b: 2.00 s", "bound 1500000 us: missed")
+    assert norm.notes == ("slowest b: 2.00 s",)
+    assert norm.bound == Bound(1.5e6, 2e6)
     assert isinstance(broken, Failed)
     assert "no such kernel" in broken.reason
     assert not any(folder.exists() for folder in folders)

@@ -17,8 +17,9 @@ from fusedops.jit.nvrtc import CUBIN, CudaProgram, compile_program, lowered_name
 from fusedops.ops.reduce import REDUCTIONS
 from fusedops.providers.cuda_copy import UNROLLS
 from fusedops.providers.cuda_plan import Gpu, Launch, View
-from fusedops.providers.cuda_reduce import KERNEL_DTYPES, KERNEL_OPS, plan_reduce
-from fusedops.providers.cuda_transpose import SHIFTED_ROWS, plan_transpose, tile_side
+from fusedops.providers.cuda_reduce import plan_reduce
+from fusedops.providers.cuda_reduce_ops import KERNEL_DTYPES, KERNEL_OPS
+from fusedops.providers.cuda_transpose import plan_transpose, unaligned_tile
 
 pytestmark = [
     needs_wheels,
@@ -87,25 +88,28 @@ def test_no_transpose_kernel_uses_local_memory(arch: str, tmp_path: Path) -> Non
         assert count(sass, r"(?:LDL|STL)[\w.]*") == 0, name
         assert ("ACQBULK" in sass) is (arch != "sm_80"), name
         assert ("PREEXIT" in sass) is (arch != "sm_80"), name
-        if "shifted" in name:
+        if "shifted" in name or "realigned" in name:
             # What a thread reads of an inner tile, all of it before the first is kept.
             accesses = re.findall(r"\b(LDG|STS)\.[\w.]*128", sass)
-            assert "LLLLLLLLL" in "".join(word[0] for word in accesses), name
-            assert count(sass, r"STG\.E[\w.]*\.128[\w.]*") >= 8, name
+            loads = {"char": 16, "short": 8}.get(name.rpartition(" ")[2].rstrip(">"), 9)
+            assert "L" * loads in "".join(word[0] for word in accesses), name
+            stores = 2 if "realigned" in name else 8
+            assert count(sass, r"STG\.E[\w.]*\.128[\w.]*") >= stores, name
 
 
-def test_shifted_tiles_have_the_rows_and_shared_memory_that_plans_count_on(
+def test_unaligned_tiles_have_the_rows_and_shared_memory_that_plans_count_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = {1: "unsigned char", 2: "unsigned short", 4: "unsigned", 8: "unsigned long long"}
-    lines = ['#include "shifted_tile.cuh"', "namespace fusedops {"]
-    for size, dtype in _WORDS.items():
-        x = View((1023, 1023), (1023, 1), dtype)
-        (launch,) = plan_transpose(x, Gpu("sm_90a", 132)).launches
-        tile = f"ShiftedTile<{words[size]}>"
-        lines.append(f'static_assert({tile}::kBytes == {launch.shared_bytes}, "{size}");')
-        lines.append(f'static_assert({tile}::kRows == {SHIFTED_ROWS}, "{size}");')
-        lines.append(f'static_assert({tile}::kColumns == {tile_side(size)}, "{size}");')
+    lines = ['#include "realigned_tile.cuh"', '#include "shifted_tile.cuh"', "namespace fusedops {"]
+    for size in _WORDS:
+        planned = unaligned_tile(size)
+        tile = f"{'ShiftedTile' if size >= 4 else 'RealignedTile'}<{words[size]}>"
+        facts = {"kBytes": planned.shared_bytes, "kRows": planned.rows, "kColumns": planned.columns}
+        if size < 4:
+            facts["kThreads"] = planned.threads
+        for name, value in facts.items():
+            lines.append(f'static_assert({tile}::{name} == {value}, "{size}");')
     lines.append("__global__ void nothing() {} }")
     root = tmp_path / "csrc"
     shutil.copytree(resources.csrc_dir(), root)

@@ -25,8 +25,9 @@ from fusedops.providers.cuda_plan import (
     dims_constants,
     power_of_two_from,
 )
-from fusedops.providers.cuda_reduce import KERNEL_OPS, plan_reduce
-from fusedops.providers.cuda_transpose import SHIFTED_ROWS, plan_transpose, tile_side
+from fusedops.providers.cuda_reduce import plan_reduce
+from fusedops.providers.cuda_reduce_ops import KERNEL_OPS
+from fusedops.providers.cuda_transpose import plan_transpose, tile_side, unaligned_tile
 
 H200 = Gpu("sm_90a", 132)
 A100 = Gpu("sm_80", 108)
@@ -145,23 +146,43 @@ def test_vectors_are_used_where_every_row_allows_them(x: View, loads: bool, stor
         view(128, 64, aligned_bytes=4),
         view(5, 129, 131, dtype=torch.float64),
         View((256, 256), (257, 1), torch.int8),
+        view(16383, 16385, dtype=torch.int8),
         View((2, 256, 256), (65537, 256, 1), torch.bfloat16),
         View((256, 256), (0, 1), torch.int16, aligned_bytes=2),
     ],
 )
-def test_rows_that_start_anywhere_take_shifted_tiles(x: View) -> None:
+def test_rows_that_start_anywhere_take_shifted_or_realigned_tiles(x: View) -> None:
     launch = transposed(x)
-    assert name_of(launch) == "transpose_shifted"
+    size = x.dtype.itemsize
+    tile = unaligned_tile(size)
+    assert name_of(launch) == tile.name
+    assert tile.name == ("transpose_shifted" if size >= 4 else "transpose_realigned")
     rows, columns, row_stride, row_tiles, column_tiles, group = launch.constants[:6]
     assert (rows, columns, row_stride) == (*x.shape[-2:], x.strides[-2])
-    side = tile_side(x.dtype.itemsize)
-    assert (row_tiles, column_tiles) == (-(-rows // SHIFTED_ROWS), -(-columns // side))
-    assert group == min(row_tiles, 32)
+    assert (row_tiles, column_tiles) == (-(-rows // tile.rows), -(-columns // tile.columns))
+    assert group == min(row_tiles, (128 << 10) // (tile.rows * size))
     assert launch.blocks == (math.prod(x.shape[:-2]) * row_tiles * column_tiles, 1)
-    # Every row with those that its neighbours write, and a vector more than it has.
-    assert launch.shared_bytes > (SHIFTED_ROWS + 32 // x.dtype.itemsize - 1) * (256 + 16)
-    assert launch.shared_bytes <= 48 << 10
+    # Every row of the result with a sector that a neighbour writes, and its skew.
+    assert launch.shared_bytes >= (tile.rows * size + 31) * tile.columns
+    assert (launch.threads, launch.shared_bytes) == (tile.threads, tile.shared_bytes)
+    # Three blocks an SM: 227 KB, of which each takes one more.
+    assert launch.shared_bytes <= 74 << 10
     assert len(launch.tensors) + len(launch.constants) == len(launch.parameters)
+
+
+def test_neighbouring_blocks_write_whole_rows_of_up_to_128_kb() -> None:
+    for rows, dtype, group in (
+        (8192, torch.float32, 128),
+        (32768, torch.float32, 512),
+        (16384, torch.bfloat16, 128),
+        (2**18, torch.float32, 512),
+        (2**18, torch.int8, 512),
+        (8191, torch.float32, 64),
+        (32767, torch.float32, 256),
+    ):
+        launch = transposed(view(rows, 1024, dtype=dtype))
+        place = 6 if name_of(launch) == "transpose_tiles" else 5
+        assert launch.constants[place] == group
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float16, torch.float32, torch.int64])
@@ -171,7 +192,7 @@ def test_tiles_cover_the_matrix_once(dtype: torch.dtype) -> None:
     for rows, columns in ((side, side), (side + width, side), (300 * side, 2 * side + width)):
         launch = transposed(view(3, rows, columns, dtype=dtype))
         row_tiles, column_tiles, group = launch.constants[4:7]
-        assert group == min(row_tiles, 128)
+        assert group == min(row_tiles, 512)
         assert (row_tiles - 1) * side < rows <= row_tiles * side
         assert (column_tiles - 1) * side < columns <= column_tiles * side
         assert launch.blocks == (3 * row_tiles * column_tiles, 1)
@@ -339,6 +360,38 @@ def test_every_launch_has_a_value_for_every_parameter() -> None:
                     assert given == len(launch.parameters)
                     assert launch.kernel in launch.program.kernels
                     assert min(launch.blocks) >= 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "cluster", "threads"),
+    [
+        (1, 8, 512),
+        (16, 8, 512),
+        (17, 4, 512),
+        (33, 4, 512),
+        (34, 2, 1024),
+        (64, 2, 1024),
+        (66, 2, 1024),
+        (67, 2, 512),
+        (132, 2, 512),
+        (133, 8, 512),
+    ],
+)
+def test_the_blocks_of_few_rows_run_at_once(rows: int, cluster: int, threads: int) -> None:
+    (launch,) = reduced(view(rows, 128256), "argmax", 1).launches
+    assert (launch.cluster, launch.threads) == (cluster, threads)
+    assert launch.blocks == (rows * cluster, 1)
+    assert f", {cluster}, {threads}>" in launch.kernel
+    assert rows > 132 or launch.blocks[0] * threads <= 132 * 1024
+    # Blocks of 1024 threads leave too few registers for other elements.
+    (other,) = reduced(view(rows, 128256, dtype=torch.bfloat16), "argmax", 1).launches
+    assert (other.cluster, other.threads) == (cluster, 512)
+
+
+def test_columns_are_split_into_few_rounds_of_which_the_last_is_full() -> None:
+    for columns, splits in ((16384, 8), (16384 // 8, 64), (75 * 1024, 3), (2**18, 1)):
+        first = reduced(view(2**14, columns), "sum", 0).launches[0]
+        assert (name_of(first), first.blocks[1]) == ("reduce_columns", splits)
 
 
 def test_a_cluster_of_blocks_takes_all_of_a_row() -> None:

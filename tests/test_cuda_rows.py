@@ -174,16 +174,50 @@ def test_few_rows_get_more_threads_and_many_rows_more_bytes_a_thread() -> None:
     def norm(rows: int, columns: int) -> RowLayout:
         return row_layout(rows, columns, 8, H200, element_bytes=2, joins=True)
 
-    assert norm(16, 4096) == RowLayout(512, 512, 1)
+    assert norm(16, 4096) == RowLayout(512, 512, 1, is_early=True)
+    assert norm(64, 4096) == RowLayout(512, 512, 1)
     assert norm(16384, 4096) == RowLayout(128, 128, 4)
     assert norm(524288, 128) == RowLayout(128, 16, 1)
     assert norm(16384, 1024) == RowLayout(128, 32, 4)
-    assert norm(16, 14336) == RowLayout(224, 224, 1, parts=8, cluster=8)
+    assert norm(16, 14336) == RowLayout(224, 224, 1, parts=8, cluster=8, is_early=True)
     small = row_layout(16, 14336, 8, H200, element_bytes=2, joins=False, packs_at_most=2)
     large = row_layout(16384, 14336, 8, H200, element_bytes=2, joins=False, packs_at_most=2)
     assert (small.packs, small.blocks(16)) == (1, 224)
     # 1792 packs fill seven blocks of 256, and not four of 512.
     assert (large.threads, large.packs, large.parts) == (128, 2, 7)
+
+
+def test_many_plain_rows_get_more_threads_than_those_with_several_passes() -> None:
+    def layout(columns: int, rows: int = 16384, **options: Any) -> RowLayout:
+        x = view(rows, columns)
+        if options.pop("adds", False):
+            options["residual"] = x
+        (launch,) = norm_plan(x, **options).launches
+        numbers = launch.kernel.partition("RowLayout<")[2].split(", ")
+        return RowLayout(*map(int, numbers[:3]))
+
+    assert layout(4096) == RowLayout(256, 256, 2)
+    assert layout(4096, adds=True) == RowLayout(512, 512, 1)
+    assert layout(8192) == layout(8192, adds=True) == RowLayout(512, 512, 2)
+    assert layout(2048, adds=True) == RowLayout(256, 256, 1)
+    assert layout(16384) == layout(16384, adds=True) == RowLayout(512, 512, 4)
+    assert layout(1024) == layout(1024, adds=True) == RowLayout(128, 32, 4)
+    # Several passes over a row, or results bit by bit.
+    assert layout(4096, is_centered=True) == RowLayout(128, 128, 4)
+    assert layout(4096, dtype="e4m3", granularity="token") == RowLayout(128, 128, 4)
+    # Few rows as before.
+    assert layout(4096, rows=132) == layout(4096, rows=132, adds=True) == RowLayout(512, 512, 1)
+
+
+def test_the_next_kernel_starts_early_behind_few_rows() -> None:
+    for rows, flag in ((1, "true"), (48, "true"), (49, "false"), (16384, "false")):
+        for plan in (
+            norm_plan(view(rows, 4096)),
+            norm_plan(view(rows, 4096), dtype="int8", granularity="block128"),
+            plan_act_and_mul((view(rows, 8192), None, None), H200, "silu", None, None),
+        ):
+            layout = plan.launches[0].kernel.partition("RowLayout<")[2].partition(">")[0]
+            assert layout.split(", ")[-1] == flag
 
 
 def test_a_grid_that_is_too_large_is_refused() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,10 +12,10 @@ from test_cuda_goals import QUICK, failures, time_of, timed, without_peers
 from fusedops.bench import chain
 from fusedops.bench.goal_run import GoalRun, RowStore
 from fusedops.bench.goal_spec import load_goals
-from fusedops.bench.goals import cuda_act, cuda_norm, cuda_visible, load_all
+from fusedops.bench.goals import cuda_act, cuda_norm, cuda_norm_small, cuda_visible, load_all
 from fusedops.bench.goals.cuda_quantized import per_group, per_token, quantized_error
 from fusedops.bench.goals.cuda_rows import MINE
-from fusedops.bench.measurement import Failed, Measurement, Outcome, summarize
+from fusedops.bench.measurement import Bound, Failed, Measurement, Outcome, summarize
 from fusedops.bench.roofline import PUBLISHED_CEILINGS
 from fusedops.epilogue.activations import ACTIVATIONS
 from fusedops.ops.activation import act_and_mul
@@ -108,15 +107,15 @@ def test_the_slowest_number_of_rows_counts(run: GoalRun, monkeypatch: pytest.Mon
         assert hot
         return {MINE: time_of(2 if rows == 4 else 1), "torch": time_of(5)}
 
-    monkeypatch.setattr(cuda_norm, "rms_norm_outcomes", outcomes)
+    monkeypatch.setattr(cuda_norm_small, "rms_norm_outcomes", outcomes)
     asked = []
 
     def beside(_run: GoalRun) -> dict[str, Any]:
         asked.append(1)
         return {"other": lambda: {MINE: Failed("no")}}
 
-    monkeypatch.setattr(cuda_norm, "_beside", beside)
-    found = cuda_norm.small(run)
+    monkeypatch.setattr(cuda_norm_small, "_beside", beside)
+    found = cuda_norm_small.small(run)
     assert (found.value, found.peer) == (2, "torch 5.0 us")
     assert "64 rows 1.00 us" in found.note
     assert found.note.endswith("; 1 rows beside; other: no")
@@ -124,7 +123,7 @@ def test_the_slowest_number_of_rows_counts(run: GoalRun, monkeypatch: pytest.Mon
 
 
 def test_every_norm_and_activation_has_rows_of_a_decode_step(run: GoalRun) -> None:
-    norms = cuda_norm._beside(run)
+    norms = cuda_norm_small._beside(run)
     names = ("fused_add_rms_norm", "layer_norm", *cuda_norm.QUANTIZED)
     assert set(norms) == {
         *(f"{name} {rows}" for name in names for rows in (1, 16, 64)),
@@ -152,11 +151,12 @@ def test_what_is_visible_is_the_chain_less_its_products(run: GoalRun, small_chai
         row = found[f"{MINE} {name}"]
         assert isinstance(row, Measurement)
         assert row.launches >= 32
-        assert re.fullmatch(r"bound 0\.7 us: (ok|missed)", row.notes[-1])
-        assert row.notes[-2].startswith("chain ")
+        assert row.bound == Bound(0.7, row.median_us)
+        assert row.notes[-1].startswith("chain ")
     # One launch of each small kernel before each product, and none by the products' provider.
     assert run._usage.count("rms_norm", "reference") > 32
-    assert run._usage.count("gemm_out", "reference") == 0
+    assert run._usage.count("gemm", "reference") == 0
+    assert len(run.bounds) == len(VISIBLE)
 
 
 def test_a_difference_is_taken_round_by_round() -> None:
@@ -178,8 +178,12 @@ def test_a_difference_is_taken_round_by_round() -> None:
     assert isinstance(b, Measurement)
     assert isinstance(torchs, Measurement)
     assert a.samples == pytest.approx((0.5, 0.6, 0.5))
-    assert a.notes == ("chain 6.60 us, gemm 6.00", "bound 0.7 us: ok")
-    assert b.notes[-1] == "bound 0.7 us: missed"
+    assert a.notes == ("chain 6.60 us, gemm 6.00",)
+    assert a.bound == Bound(0.7, a.median_us)
+    assert a.bound.ok
+    assert b.bound is not None
+    assert not b.bound.ok
+    assert torchs.bound is None
     assert torchs.notes == ("chain 8.00 us, gemm 6.00",)
     without = {**rows, "gemm": Failed("no kernel")}
     assert cuda_visible._against_the_product(without) is without

@@ -75,17 +75,20 @@ def test_norms_read_and_write_16_bytes_at_a_time(arch: str, tmp_path: Path) -> N
         layer=norm_plan(x, gpu, is_centered=True, bias=view(4096), **TOKEN),
     )
     assert_sound(sass, arch)
-    # Four packs of x, of the residual and of the weight a thread.
-    assert count(sass["rms"], LOAD_16) == count(sass["rms"], r"LDG[\w.]*") == 8
-    assert count(sass["rms"], STORE_16) == count(sass["rms"], r"STG[\w.]*") == 4
-    assert count(sass["added"], LOAD_16) == 12
-    assert count(sass["added"], STORE_16) == count(sass["added"], r"STG[\w.]*") == 8
+    # Two packs of x and of the weight a thread; one of them and of the residual; or four.
+    assert count(sass["rms"], LOAD_16) == count(sass["rms"], r"LDG[\w.]*") == 4
+    assert count(sass["rms"], STORE_16) == count(sass["rms"], r"STG[\w.]*") == 2
+    assert count(sass["added"], LOAD_16) == 3
+    assert count(sass["added"], STORE_16) == count(sass["added"], r"STG[\w.]*") == 2
     assert count(sass["small"], LOAD_16) == 2
     assert count(sass["small"], STORE_16) == 1
     for name, loads in {"token": 8, "layer": 12, "gemma": 16}.items():
         assert count(sass[name], LOAD_16) == loads, name
         assert count(sass[name], STORE_8) == 4, name
     if arch != "sm_80":
+        # The next kernel may start at the entry of a small one, and behind the wait of a large one.
+        assert sass["small"].index("PREEXIT") < sass["small"].index("ACQBULK")
+        assert sass["rms"].index("PREEXIT") > sass["rms"].index("ACQBULK")
         # The conversion of two floats to e4m3 is one instruction.
         assert count(sass["token"], r"F2FP\.[\w.]*E4M3[\w.]*") == 16
 

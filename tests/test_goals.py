@@ -5,7 +5,9 @@ from __future__ import annotations
 import datetime
 import importlib.util
 import json
+import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,7 +23,7 @@ from fusedops.bench.goal_harness import NOT_BUILT, Harness, select, table
 from fusedops.bench.goal_run import GoalError, GoalRun, Reading
 from fusedops.bench.goal_spec import GOALS_FILE, Goal, load_goals, sync_goals
 from fusedops.bench.goals import REGISTRY, Registered, goal
-from fusedops.bench.measurement import summarize
+from fusedops.bench.measurement import Bound, summarize
 from fusedops.errors import ConfigError, LoadError
 from fusedops.providers.base import current_policy
 
@@ -388,8 +390,35 @@ def test_the_table_shows_goal_floor_peer_measured_spread_and_ok(tmp_path: Path) 
     assert text[4] == "fake.add: ours: not the sum"
 
 
+def test_rows_with_a_bound_are_in_the_entry_and_follow_their_goal(tmp_path: Path) -> None:
+    def beside(run: GoalRun) -> Reading:
+        def measure_row() -> dict[str, Any]:
+            ran_provider()
+            row = summarize([0.5], mode="cpu", launches=1, hot=True)
+            return {
+                "ours": replace(row, bound=Bound(0.7, 0.5)),
+                "ours b": replace(row, bound=Bound(0.7, 0.9)),
+            }
+
+        return Reading.of(run.mine(run.row("visible", measure_row), "ours"), "us")
+
+    entry = harness(tmp_path, beside).run(ADD)
+    assert entry["bounds"] == {
+        "visible: ours": {"limit_us": 0.7, "value_us": 0.5, "ok": True},
+        "visible: ours b": {"limit_us": 0.7, "value_us": 0.9, "ok": False},
+    }
+    goal_line, first, second = table([(ADD, entry)]).splitlines()[1:]
+    assert goal_line.endswith("ok")
+    assert " ".join(first.split()) == "visible: ours <= 0.7 us - - 0.5 us - ok"
+    assert second.split()[:3] == ["visible:", "ours", "b"]
+    assert second.endswith("missed")
+
+
 @pytest.fixture
-def script() -> ModuleType:
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    # What the script sets for its process must not outlive a test.
+    monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "")
+    monkeypatch.delenv("FLASHINFER_DISABLE_JIT")
     spec = importlib.util.spec_from_file_location("goals_script", ROOT / "scripts" / "goals.py")
     assert spec is not None
     assert spec.loader is not None
@@ -404,6 +433,7 @@ def test_the_script_lists_ids_that_nothing_measures(
     assert script.main(["--list", "--reports", str(tmp_path), "gemm.8192*"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1].startswith("gemm.8192_over_cublas")
+    assert os.environ["FLASHINFER_DISABLE_JIT"] == "1"
 
 
 def test_the_script_refuses_bad_input_in_one_line(

@@ -19,6 +19,7 @@ from fusedops.ops.attention_torch import Attention, attend_batched
 from fusedops.ops.kv_append import _append_guarded
 from fusedops.ops.kv_scale import CODE_DTYPES, as_stored
 from fusedops.ops.paged import LAYOUTS, slots_view
+from fusedops.ops.quantize import SMALLEST_SCALE
 from fusedops.ops.rope_kv import ROPE_STYLES
 
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
@@ -308,6 +309,12 @@ BAD: list[tuple[type[Exception], str, dict[str, Any]]] = [
     ),
     (ConfigError, "k_scale .* holds 0.0; .* finite and above zero", {"k_scale": torch.zeros(())}),
     (ConfigError, "k_scale .* holds -2.0", {"k_scale": torch.tensor([1.0, -2.0, 1.0])}),
+    (
+        ConfigError,
+        r"k_scale .* holds 1\.0+\d*e-39; .* at least 1\.1754944e-38 \(2\^-126",
+        {"k_scale": torch.tensor(1e-39)},
+    ),
+    (ConfigError, "v_scale .* at least", {"v_scale": torch.tensor([1.0, 2.0**-127, 1.0])}),
     (ConfigError, "v_scale .* holds inf", {"v_scale": torch.tensor(math.inf)}),
     (ConfigError, "v_scale .* holds nan", {"v_scale": torch.tensor([1.0, 1.0, math.nan])}),
     (DTypeError, r"v_cache is int8 .*that of k_cache", {"v_cache": coded_caches(INT8)[0]}),
@@ -327,6 +334,22 @@ def test_bad_scales_and_caches_are_refused(
     call(name)
     with pytest.raises(error, match=f"{name}: .*{message}"):
         call(name, **changed)
+
+
+@EACH_DTYPE
+def test_the_smallest_scale_stores_zeros_as_zeros(dtype: torch.dtype) -> None:
+    """A quarter of it has an infinite reciprocal, which would make a NaN of each zero."""
+    scale = torch.tensor(SMALLEST_SCALE)
+    assert (scale / 4).reciprocal().isinf()
+    values = torch.zeros(1, HEADS, HEAD_DIM)
+    values[..., 1] = 3 * SMALLEST_SCALE
+    caches, first = coded_caches(dtype), torch.zeros(1, dtype=torch.int32)
+    scales = {"k_scale": scale, "v_scale": scale}
+    fusedops.append_paged_kv(values, values, *caches, TABLE, first, first, **scales)
+    assert caches[0][7, 0].float().flatten().tolist() == [0.0, 3.0, *[0.0] * 6] * HEADS
+    one = torch.ones(1, dtype=torch.int32)
+    out = fusedops.paged_attention(values, *caches, TABLE[:1], one, **scales)
+    assert out.isfinite().all()
 
 
 @EACH_DTYPE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -18,9 +19,10 @@ from test_nvrtc import needs_wheels
 from fusedops.bench.cuda_programs import model_programs, rows_to_plan
 from fusedops.bench.precompile import H200, layer_problem, program_of
 from fusedops.bench.products import Layer
+from fusedops.bench.tune_problems import decoder_layers
 from fusedops.cli import main
 from fusedops.cli.prebuild import model_config, model_problems, rows_to_ask
-from fusedops.config.files import tuning_key
+from fusedops.config.files import DECODE_BUCKETS, tuning_key, tuning_m
 from fusedops.errors import ConfigError, KernelMissingError, LoadError, UnsupportedError
 from fusedops.jit import prebuild as prebuilding
 from fusedops.jit.dsl import (
@@ -109,22 +111,37 @@ def test_rows_end_at_the_most_of_one_prefill(most: int) -> None:
     assert rows[: min(most, 64)] == list(range(1, min(most, 64) + 1))
 
 
-@pytest.mark.parametrize("product", ["qkv", "down"])
-def test_no_row_count_between_those_asked_takes_another_kernel(product: str) -> None:
-    """Every M up to 512 of one product of a tiny model, against those asked for all of it."""
-    config = SHAPES["llama3.2-1b"].config
-    asked = {
-        dsl_key(program_of(problem), H200.arch).digest
-        for problem in model_problems(config, H200, 512, torch.bfloat16)
-    }
-    hidden = config.hidden_size
-    for m in range(1, 513, 3):
-        layer = (
-            Layer(m, hidden + 2 * 8 * 64, hidden)
-            if product == "qkv"
-            else Layer(m, hidden, config.intermediate_size, residual=True)
-        )
-        assert dsl_key(program_of(layer_problem(layer, H200)), H200.arch).digest in asked, m
+def test_both_sides_of_every_padded_m_are_asked() -> None:
+    """Where the decode kernels, and the M that measured choices are filed under, change."""
+    rows = rows_to_ask(8192)
+    for end in DECODE_BUCKETS:
+        assert {end, end + 1} <= set(rows)
+    changes = {m for m in range(1, 8192) if tuning_m(m) != tuning_m(m + 1)}
+    assert {*DECODE_BUCKETS} <= changes <= set(rows)
+    assert {m + 1 for m in changes} <= set(rows)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_row_count_between_those_asked_takes_another_kernel(shape: str) -> None:
+    """The middle of each gap between rows that are asked, of every product of every model."""
+    rows = [m for m in rows_to_ask(288) if m > 64]
+    gaps = [(low, high) for low, high in itertools.pairwise(rows) if high > low + 1]
+    assert [(low - 1, high) for low, high in gaps[:4]] == list(
+        itertools.pairwise(bucket for bucket in DECODE_BUCKETS if bucket >= 64)
+    )
+
+    def tile(layer: Layer) -> str:
+        program = program_of(layer_problem(layer, H200))
+        return f"{program.family} {program.spec}"
+
+    for low, high in gaps:
+        at = [decoder_layers(SHAPES[shape].config, m, torch.bfloat16) for m in (low, high)]
+        between = decoder_layers(SHAPES[shape].config, (low + high) // 2, torch.bfloat16)
+        for name, layer in between.items():
+            assert tile(layer) in {tile(layers[name]) for layers in at if name in layers}, (
+                name,
+                layer.M,
+            )
 
 
 def test_a_models_problems_are_filed_like_its_layers_calls() -> None:

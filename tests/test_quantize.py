@@ -319,6 +319,15 @@ def test_b14_input_and_its_neighbours_stay_as_they_were() -> None:
 # Errors
 
 
+def test_the_smallest_given_scale_keeps_zeros_and_one_without_rows_is_accepted() -> None:
+    x = torch.tensor([[0.0, 2 * SMALLEST_SCALE]])
+    for dtype in FORMATS:
+        q, scale = quantize(x, dtype, scale=torch.tensor([SMALLEST_SCALE]))
+        assert q.float().tolist() == [[0.0, 2.0]]
+        assert torch.equal(dequantize(q, scale), x)
+        assert quantize(x[:0], dtype, scale=torch.ones(0))[0].shape == (0, 2)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
@@ -336,6 +345,12 @@ def test_b14_input_and_its_neighbours_stay_as_they_were() -> None:
         ({"scale": torch.ones(2), "granularity": "tensor"}, ShapeError, r"accepted shape: \(\)"),
         ({"scale": torch.ones(1, 2), "granularity": "block128"}, ConfigError, "no given scale"),
         ({"scale": torch.tensor([1.0, 0.0])}, ConfigError, "holds 0.0; .* above zero"),
+        ({"scale": torch.tensor([1.0, 1e-39])}, ConfigError, r"at least 1\.1754944e-38 \(2\^-126"),
+        (
+            {"scale": torch.tensor(SMALLEST_SCALE / 2), "granularity": "tensor"},
+            ConfigError,
+            "holds 5.877.*e-39; .* at least",
+        ),
         ({"scale": torch.tensor([1.0, math.nan])}, ConfigError, "holds nan; .* finite"),
         ({"scale": torch.tensor([math.inf, 1.0])}, ConfigError, "holds inf; .* finite"),
         ({"scale": torch.tensor(-1.0), "granularity": "tensor"}, ConfigError, "above zero"),

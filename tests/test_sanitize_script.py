@@ -17,6 +17,9 @@ from fusedops.jit.resources import csrc_dir
 from fusedops.providers.base import use_provider
 from fusedops.providers.cuda_copy import UNROLLS
 
+LONGEST = 512
+"""Elements that a dimension of a case has at most on the CPU, but for one more of odd sizes."""
+
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 
 
@@ -34,14 +37,23 @@ def scripts() -> Iterator[tuple[ModuleType, ModuleType]]:
 def cuda_cases(
     scripts: tuple[ModuleType, ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> ModuleType:
-    """The cases of csrc, with the definitions in place of the kernels."""
+    """The cases of csrc, with the definitions in place of the kernels, of tensors cut short.
+
+    Sizes count multiprocessors; what an operation accepts, a short row shows as well as a long one.
+    """
     module = scripts[1]
+    drawn = module.drawn
+
+    def cut(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        # Odd sizes stay odd, and equal ones equal.
+        return drawn(*(min(size, LONGEST + size % 2) for size in shape), dtype=dtype)
 
     @contextmanager
     def on_cpu(name: str) -> Iterator[object]:
         with use_provider("reference") as usage:
             yield usage
 
+    monkeypatch.setattr(module, "drawn", cut)
     monkeypatch.setattr(module, "use_provider", on_cpu)
     monkeypatch.setattr(
         module, "moved", lambda value: value.clone() if isinstance(value, torch.Tensor) else value
@@ -69,12 +81,14 @@ def test_every_tile_that_splits_k_is_launched(scripts: tuple[ModuleType, ModuleT
     names = {name.partition(" ")[0] for name, _ in scripts[0].split()}
     assert names == {tile.name for tile in prefill_tiles() if tile.split > 1}
     assert {int(name[-1]) for name in names} == {2, 4, 8}
+    finished = [tile.tile_n // tile.split for tile in prefill_tiles() if tile.split > 1]
+    assert f"has {min(finished)} to {max(finished)} of" in scripts[0].split.__doc__
 
 
 @pytest.mark.parametrize(
     "family",
     [
-        *("transpose", "reduce", "norm", "activation", "quantize"),
+        *("transpose", "transpose_quantize", "reduce", "norm", "activation", "quantize"),
         *("histogram", "experts", "rope_append", "embedding"),
     ],
 )

@@ -12,14 +12,32 @@ __device__ __forceinline__ void pdl_wait() {
 #endif
 }
 
-// Lets the next kernel's thread blocks start as soon as there is room for them. Kernels of rows
-// call it behind their wait: called at the start, it lets two grids wait on the SMs while the one
-// ahead still works, and rms_norm of 64 x 4096 in a chain of its like takes 1.69 us instead of 1.30
-// (of 16 rows 1.07 instead of 1.25, H200).
+// Lets the next kernel's thread blocks start as soon as there is room for them: they wait in turn,
+// but not for their launch, and what they read ahead (a GEMM's first weights) overlaps this kernel.
+// A GEMM with one block an SM enters an SM when the one before it leaves it. So kernels call it at
+// their entry, except that many rows in a chain of kernels of rows get into each other's way, since
+// two grids then wait on the SMs while one works: beyond 48 rows it is called behind the wait. us
+// of rms_norm (H200, 4096 bfloat16 a row), called at the entry and behind the wait:
+//
+//   rows               1             16            32            48            64
+//   chain of norms     1.01  1.16    1.07  1.24    1.57  1.29    1.16  1.29    1.70  1.31
+//   16 MB copy, norm   10.26 10.39   10.36 10.48                               10.50 10.67
 __device__ __forceinline__ void pdl_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
+}
+
+// The two places of that call in a kernel of rows, which its layout chooses from.
+template <class Layout>
+__device__ __forceinline__ void pdl_enter() {
+  if constexpr (Layout::kIsEarly) pdl_launch_dependents();
+}
+
+template <class Layout>
+__device__ __forceinline__ void pdl_wait_for_rows() {
+  pdl_wait();
+  if constexpr (!Layout::kIsEarly) pdl_launch_dependents();
 }
 
 }  // namespace fusedops

@@ -14,7 +14,9 @@ namespace fusedops {
 // warp takes kRun * 32 packs in a row, which are a group of elements that share a scale.
 //
 // kIsFull: a row has exactly as many packs as its threads keep, so that none needs to be asked for.
-template <int kThreads_, int kLanes_, int kPacks_, int kRun_, int kCluster_, bool kIsFull_>
+// kIsEarly: the next kernel may start when this one begins (pdl.cuh).
+template <int kThreads_, int kLanes_, int kPacks_, int kRun_, int kCluster_, bool kIsFull_,
+          bool kIsEarly_ = false>
 struct RowLayout {
   static constexpr int kThreads = kThreads_;
   static constexpr int kLanes = kLanes_;
@@ -22,6 +24,7 @@ struct RowLayout {
   static constexpr int kRun = kRun_;
   static constexpr int kCluster = kCluster_;
   static constexpr bool kIsFull = kIsFull_;
+  static constexpr bool kIsEarly = kIsEarly_;
   static_assert(kThreads % 32 == 0 && kPacks % kRun == 0, "whole warps and runs");
   static_assert(kLanes == kThreads || (kLanes <= 32 && (kLanes & (kLanes - 1)) == 0), "lanes");
   static_assert(kRun == 1 || kLanes % 32 == 0, "a run takes a warp");

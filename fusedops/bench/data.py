@@ -115,8 +115,13 @@ def poison(tensor: Tensor) -> None:
     elif tensor.dtype == torch.bool:
         tensor.logical_not_()
     elif tensor.is_contiguous():
-        tensor.view(torch.uint8).fill_(_POISON_BYTE)
+        _fill_bytes(tensor)
     else:
         spoiled = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        spoiled.view(torch.uint8).fill_(_POISON_BYTE)
+        _fill_bytes(spoiled)
         tensor.copy_(spoiled)
+
+
+def _fill_bytes(dense: Tensor) -> None:
+    # A tensor without dimensions has no view of another element size.
+    dense.view(-1).view(torch.uint8).fill_(_POISON_BYTE)

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,13 @@ import torch
 from fusedops.errors import ConfigError
 
 __all__ = [
+    "PEER_VARIABLES",
     "Environment",
     "collect_environment",
     "git_commit",
     "gpu_slug",
     "repository_root",
+    "set_peer_variables",
     "source_files",
     "source_hash",
 ]
@@ -50,6 +52,13 @@ PACKAGES = (
 SOURCE_SUFFIXES = frozenset({".py", ".cu", ".cuh", ".h", ".toml"})
 """Files that decide what a kernel does; data and results beside them do not count."""
 
+DATA_SUFFIXES = frozenset({".json"})
+"""Files that count where a pattern names them by their suffix: measured choices of tilings."""
+
+PEER_VARIABLES = {"FLASHINFER_DISABLE_JIT": "1"}
+"""Environment variables with which peers are timed. What FlashInfer has no built kernel for is then
+an error at once, not minutes of nvcc in a run. They are part of every report where they are set."""
+
 
 @dataclass(frozen=True)
 class Environment:
@@ -65,6 +74,7 @@ class Environment:
             where there is no repository and ``FUSEDOPS_COMMIT`` is unset.
         command: the exact command line.
         date: ISO 8601, UTC, to the second.
+        variables: name -> value, of ``PEER_VARIABLES`` that are set.
     """
 
     gpu: str
@@ -75,6 +85,7 @@ class Environment:
     commit: str
     command: str
     date: str
+    variables: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object with these fields."""
@@ -163,7 +174,17 @@ def collect_environment(command: str | None = None) -> Environment:
         commit=git_commit(),
         command=command or _command(),
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        variables={name: os.environ[name] for name in PEER_VARIABLES if name in os.environ},
     )
+
+
+def set_peer_variables() -> None:
+    """Set ``PEER_VARIABLES`` that are unset, for the whole process: FlashInfer as a provider, too.
+
+    So it is the caller of a run that times peers who does so, before they are imported.
+    """
+    for name, value in PEER_VARIABLES.items():
+        os.environ.setdefault(name, value)
 
 
 def gpu_slug(name: str) -> str:
@@ -175,7 +196,8 @@ def gpu_slug(name: str) -> str:
 def source_files(patterns: Iterable[str], root: Path) -> list[Path]:
     """Source files that ``patterns`` name, relative to ``root``, sorted.
 
-    A pattern is a file, a folder (everything below it) or a glob.
+    A pattern is a file, a folder (everything below it) or a glob. Files of ``DATA_SUFFIXES`` count
+    where the pattern ends with their suffix, and never as part of a folder.
 
     Raises:
         ConfigError: a pattern names no source file, so that a typing error cannot make a hash that
@@ -185,10 +207,11 @@ def source_files(patterns: Iterable[str], root: Path) -> list[Path]:
     for pattern in patterns:
         folder = root / pattern
         matches = folder.rglob("*") if folder.is_dir() else root.glob(pattern)
+        suffixes = SOURCE_SUFFIXES | (DATA_SUFFIXES & {Path(pattern).suffix})
         files = {
             path
             for path in matches
-            if path.is_file() and path.suffix in SOURCE_SUFFIXES and "__pycache__" not in path.parts
+            if path.is_file() and path.suffix in suffixes and "__pycache__" not in path.parts
         }
         if not files:
             raise ConfigError(

@@ -22,6 +22,7 @@ from fusedops.bench.files import read_json, update_json
 from fusedops.bench.goal_run import GoalError, GoalRun, OutOfTimeError, Reading, RowStore
 from fusedops.bench.goal_spec import Goal
 from fusedops.bench.goals import Registered
+from fusedops.bench.measurement import Bound
 from fusedops.bench.timer import Protocol
 from fusedops.errors import ConfigError
 from fusedops.providers.base import use_provider
@@ -121,17 +122,21 @@ class Harness:
         if known is not None and current and known["status"] in _SETTLED and not self.force:
             return dict(known)
         try:
-            status, reading, reason = self._measure(goal, registered, sources)
+            status, reading, reason, bounds = self._measure(goal, registered, sources)
         except OutOfTimeError:
             return {"status": "not run", "reason": "the time budget was spent"}
         entry = self._entry(goal, registered, sources, status, reading, reason)
+        if bounds:
+            entry["bounds"] = {
+                name: {**bound.to_json(), "ok": bound.ok} for name, bound in bounds.items()
+            }
 
         add_entries(self.goals_path, "goals", {goal.id: entry})
         return entry
 
     def _measure(
         self, goal: Goal, registered: Registered, sources: str
-    ) -> tuple[str, Reading | None, str]:
+    ) -> tuple[str, Reading | None, str, dict[str, Bound]]:
         with use_provider(registered.provider, strict=True) as usage:
             run = GoalRun(
                 goal,
@@ -148,14 +153,15 @@ class Harness:
             except OutOfTimeError:
                 raise
             except GoalError as error:
-                return "failed", None, str(error)
+                return "failed", None, str(error), run.bounds
             except Exception as error:  # noqa: BLE001 - a goal that raises is a row of the table
-                return "failed", None, f"{type(error).__name__}: {error}"
+                return "failed", None, f"{type(error).__name__}: {error}", run.bounds
         if run.rows == 0:
-            return "failed", None, "its measuring function measured no row"
+            return "failed", None, "its measuring function measured no row", run.bounds
         if not all(map(math.isfinite, (reading.value, reading.low, reading.high))):
-            return "failed", None, f"the reading is not finite: {reading}"
-        return ("ok" if goal.met(reading.value) else "missed"), reading, reading.note
+            return "failed", None, f"the reading is not finite: {reading}", run.bounds
+        status = "ok" if goal.met(reading.value) else "missed"
+        return status, reading, reading.note, run.bounds
 
     def _store(self, goal: Goal, sources: str) -> RowStore:
         rows: dict[str, Any] = entries_of(self.rows_path, "rows").get(goal.id, {})
@@ -187,6 +193,7 @@ class Harness:
             "gpu": self.environment.gpu,
             "driver": self.environment.driver,
             "versions": self.environment.versions,
+            "variables": self.environment.variables,
             "commit": self.environment.commit,
             "sources": sources,
             "date": self.now().isoformat(timespec="seconds"),
@@ -233,12 +240,20 @@ def _number(value: float | None) -> str:
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
+def _bound_line(name: str, bound: Mapping[str, Any]) -> tuple[str, ...]:
+    limit, value = (f"{_number(bound[key])} us" for key in ("limit_us", "value_us"))
+    return (f"  {name}", f"<= {limit}", "-", "-", value, "-", "ok" if bound["ok"] else "missed")
+
+
 def table(lines: Iterable[tuple[Goal, Mapping[str, Any]]]) -> str:
     """The goals with what was read, as a text table: id, goal, floor, peer, measured, spread, ok.
 
-    The peer is this run's where the measuring function gave one, else the known figure.
+    The peer is this run's where the measuring function gave one, else the known figure. Rows of a
+    goal that have a bound follow it, each with its bound as its goal.
     """
-    rows = [("id", "goal", "floor", "peer", "measured", "spread", "ok")]
+    rows: list[tuple[str, ...]] = [
+        ("id", "goal", "floor", "peer", "measured", "spread", "ok"),
+    ]
     remarks = []
     for goal, entry in lines:
         value, status = entry.get("value"), str(entry["status"])
@@ -257,6 +272,7 @@ def table(lines: Iterable[tuple[Goal, Mapping[str, Any]]]) -> str:
                 status,
             )
         )
+        rows += [_bound_line(name, bound) for name, bound in entry.get("bounds", {}).items()]
         reason = entry.get("note") or entry.get("reason")
         if reason and status not in ("ok", NOT_BUILT):
             remarks.append(f"{goal.id}: {reason}")

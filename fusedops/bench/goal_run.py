@@ -14,6 +14,7 @@ from fusedops.bench.contenders import Contender, measure
 from fusedops.bench.data import Buffers
 from fusedops.bench.goal_spec import Goal
 from fusedops.bench.measurement import (
+    Bound,
     Measurement,
     Outcome,
     outcome_from_json,
@@ -124,6 +125,7 @@ class GoalRun:
         device: where to measure.
         protocol: the timer's settings; a row is capped at ``protocol.cap_s`` seconds.
         rows: number of rows measured or taken over so far.
+        bounds: ``row: contender`` -> what it is held against, of those rows that have a bound.
     """
 
     def __init__(
@@ -143,6 +145,7 @@ class GoalRun:
         self.device = device
         self.protocol = protocol
         self.rows = 0
+        self.bounds: dict[str, Bound] = {}
         self._store = store
         self._usage = usage
         self._deadline = deadline
@@ -177,6 +180,9 @@ class GoalRun:
         if calls < 1:
             raise GoalError(f"row {key}: the provider {self.provider!r} never ran")
         self.rows += 1
+        for name, outcome in outcomes.items():
+            if isinstance(outcome, Measurement) and outcome.bound is not None:
+                self.bounds[f"{key}: {name}"] = outcome.bound
         return outcomes
 
     def measure(

@@ -15,6 +15,7 @@ from fusedops.errors import ConfigError
 
 __all__ = [
     "Absent",
+    "Bound",
     "Failed",
     "Measurement",
     "Outcome",
@@ -24,6 +25,28 @@ __all__ = [
     "speedup",
     "summarize",
 ]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What a row is held against.
+
+    Attributes:
+        limit_us: what ``value_us`` may not exceed, microseconds.
+        value_us: the figure that counts, e.g. the row's median or its slowest sample.
+    """
+
+    limit_us: float
+    value_us: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the bound is kept; NaN never keeps it."""
+        return self.value_us <= self.limit_us
+
+    def to_json(self) -> dict[str, float]:
+        """A JSON object with these fields."""
+        return {"limit_us": self.limit_us, "value_us": round(self.value_us, 4)}
 
 
 @dataclass(frozen=True)
@@ -40,6 +63,7 @@ class Measurement:
         launches: launches in each sample.
         hot: True where one set of buffers was used again and again, so that caches hold it.
         notes: what a reader must know (clocks that did not settle, a cap that cut the row short).
+        bound: what the row is held against, or None.
     """
 
     median_us: float
@@ -50,6 +74,7 @@ class Measurement:
     launches: int
     hot: bool
     notes: tuple[str, ...] = ()
+    bound: Bound | None = None
 
     @property
     def spread(self) -> float:
@@ -130,12 +155,15 @@ def speedup(ours: Measurement, peer: Measurement) -> Ratio:
 
 
 def outcome_to_json(outcome: Outcome) -> dict[str, Any]:
-    """A JSON object that ``outcome_from_json`` reads back; raw samples are kept."""
+    """A JSON object that ``outcome_from_json`` reads back; raw samples are kept.
+
+    A row with a bound has the fields ``bound`` (``limit_us``, ``value_us``) and ``ok``.
+    """
     if isinstance(outcome, Failed):
         return {"failed": outcome.reason}
     if isinstance(outcome, Absent):
         return {"absent": outcome.reason}
-    return {
+    data = {
         "median_us": round(outcome.median_us, 4),
         "low_us": round(outcome.low_us, 4),
         "high_us": round(outcome.high_us, 4),
@@ -146,6 +174,9 @@ def outcome_to_json(outcome: Outcome) -> dict[str, Any]:
         "hot": outcome.hot,
         "notes": list(outcome.notes),
     }
+    if outcome.bound is not None:
+        data |= {"bound": outcome.bound.to_json(), "ok": outcome.bound.ok}
+    return data
 
 
 def outcome_from_json(data: dict[str, Any]) -> Outcome:
@@ -158,6 +189,7 @@ def outcome_from_json(data: dict[str, Any]) -> Outcome:
         return Failed(str(data["failed"]))
     if "absent" in data:
         return Absent(str(data["absent"]))
+    bound = data.get("bound")
     try:
         return Measurement(
             median_us=float(data["median_us"]),
@@ -168,6 +200,7 @@ def outcome_from_json(data: dict[str, Any]) -> Outcome:
             launches=int(data["launches"]),
             hot=bool(data["hot"]),
             notes=tuple(str(note) for note in data["notes"]),
+            bound=bound and Bound(float(bound["limit_us"]), float(bound["value_us"])),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(

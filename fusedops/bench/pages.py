@@ -192,6 +192,7 @@ def markdown(page: Page) -> str:
         ("CPU", about.cpu),
         ("versions", ", ".join(f"{k} {v}" for k, v in sorted(about.versions.items()))),
         ("Python", about.python),
+        *about.variables.items(),
         ("commit", about.commit),
         ("date", about.date),
         ("command", f"`{about.command}`"),

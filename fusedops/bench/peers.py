@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
-import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -74,12 +73,6 @@ def _import_peer(module: str, package: str) -> Available | Absent:
     return Available(version or "unpackaged")
 
 
-def _flashinfer() -> Available | Absent:
-    # What it has no built kernels for becomes an error at once, not minutes of nvcc in a run.
-    os.environ.setdefault("FLASHINFER_DISABLE_JIT", "1")
-    return _gpu_package("flashinfer", "flashinfer-python")
-
-
 def _gpu_package(module: str, package: str) -> Available | Absent:
     reason = _gpu_reason()
     return Absent(reason) if reason is not None else _import_peer(module, package)
@@ -111,7 +104,7 @@ _PROBES: dict[str, Callable[[], Available | Absent]] = {
     "torch": lambda: Available(torch.__version__),
     "torch.compile": _torch_compile,
     "cublaslt": _cublaslt,
-    "flashinfer": _flashinfer,
+    "flashinfer": lambda: _gpu_package("flashinfer", "flashinfer-python"),
     "quack": lambda: _gpu_package("quack", "quack-kernels"),
     "cub": lambda: _gpu_package("cuda.compute", "cuda-cccl"),
     "triton": lambda: _gpu_package("triton", "triton"),
@@ -235,8 +228,9 @@ def rms_norm_peers(check: Check, eps: float) -> list[Contender]:
         return Contender("quack", lambda b: rmsnorm(*b.inputs, eps=eps)[0], check)
 
     def triton() -> Contender:
-        kernel = importlib.import_module("fusedops.bench.triton_kernels").rms_norm
-        return Contender("triton", lambda b: kernel(*b.inputs, eps), check)
+        from fusedops.bench.triton_kernels import rms_norm
+
+        return Contender("triton", lambda b: rms_norm(b.inputs[0], b.inputs[1], eps), check)
 
     others = _present({"flashinfer": flashinfer, "quack": quack, "triton": triton})
     return _with_compiled(plain, check, others)

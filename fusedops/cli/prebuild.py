@@ -15,6 +15,7 @@ import typer
 from fusedops.cli.options import choice, path, whole
 from fusedops.cli.output import DTYPE_WORDS, console, format_bytes
 from fusedops.cli.tune import compile_all
+from fusedops.config import DECODE_BUCKETS
 from fusedops.errors import ConfigError
 from fusedops.jit.cache import total_bytes
 from fusedops.jit.dsl import require_compiler
@@ -39,8 +40,9 @@ DTYPES = tuple(
 
 _EVERY_M = 64
 _BLOCK = 32
-"""Beyond 64 rows the model's times and the M that measured choices are filed under change at
-multiples of 32 only, but for the bytes of x and of the result, which rise evenly between them."""
+"""Beyond 64 rows the model's times, and the M that measured choices are filed under, change behind
+a padded M of the decode kernels (``DECODE_BUCKETS``) and behind multiples of 32 only, but for the
+bytes of x and of the result, which rise evenly between them."""
 
 
 def model_config(model: str) -> ModelConfig:
@@ -105,7 +107,7 @@ def make_folder(folder: Path) -> None:
 
 def rows_to_ask(most: int) -> list[int]:
     """Rows at which the choice of a tiling may change, up to ``most``."""
-    ends = range(_EVERY_M, most + _BLOCK, _BLOCK)
+    ends = {*DECODE_BUCKETS, *range(_BLOCK, most + _BLOCK, _BLOCK)}
     wanted = {*range(1, _EVERY_M + 1), *ends, *(end + 1 for end in ends), most}
     return sorted(m for m in wanted if m <= most)
 

@@ -163,7 +163,9 @@ def paged_attention(
             decode step, one query a request. Rows of ``q`` behind the last offset give zeros.
         k_scale, v_scale: for 8-bit caches, and only for them: float32 on the caches' device, () or
             one for each KV head, (Hkv,); what the cache holds is multiplied by it in float32. The
-            scales that ``append_paged_kv`` stored with.
+            scales that ``append_paged_kv`` stored with: as there they must be finite and at least
+            2^-126 (``SMALLEST_SCALE`` of ``fusedops.ops.quantize``), which is checked on the CPU
+            only.
         max_query_len: upper bound of the number of queries of one request.
         scale: factor of q.k; None: 1 / sqrt(D).
         causal: whether later keys are masked.
@@ -182,7 +184,7 @@ def paged_attention(
         ShapeError: shapes do not agree; query_start (on the CPU) does not start at 0, decreases,
             exceeds T, or gives a request more than ``max_query_len`` queries.
         DTypeError, DeviceError, ConfigError: an argument is not as described; scales for a cache
-            that takes none, or none for an 8-bit one.
+            that takes none, or none for an 8-bit one; a scale below the least one (CPU).
         UnsupportedError: an input requires grad while grad mode is on.
 
     Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with

@@ -1,7 +1,8 @@
-"""Norms and gated activations that quantize their result: one kernel where a provider has it.
+"""Norms, gated activations and transposes that quantize their result, in kernels of their own.
 
 Each is the composition of the two operations, bit for bit: ``rms_norm_quantize`` is ``quantize`` of
 what ``rms_norm`` returns, rounded to the dtype of ``x`` in between, as a model's own order has it.
+Where no provider has a kernel, the two run one after the other.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fusedops.check import (
+    ACTIVATION_DTYPES,
     require_choice,
     require_dtype,
     require_same_device,
@@ -21,7 +23,7 @@ from fusedops.check import (
 )
 from fusedops.epilogue.outputs import group_scale_empty
 from fusedops.errors import ConfigError
-from fusedops.ops import activation, norm  # noqa: F401 - define the operations composed here
+from fusedops.ops import activation, norm, transpose  # noqa: F401 - define what is composed here
 from fusedops.ops.op import OPS, Op, entry
 from fusedops.ops.quantize import FORMATS
 
@@ -30,6 +32,7 @@ __all__ = [
     "fused_add_rms_norm_quantize",
     "layer_norm_quantize",
     "rms_norm_quantize",
+    "transpose_quantize",
 ]
 
 _DYNAMIC = ("token", "block128")
@@ -60,7 +63,9 @@ def _check_storage(
         require_shape(op, "scale", scale, [()], "one scale for granularity='tensor'")
     else:
         rows = math.prod(shape[:-1])
-        require_shape(op, "scale", scale, [(rows,), shape[:-1]], "one scale for each row of x")
+        require_shape(
+            op, "scale", scale, [(rows,), shape[:-1]], "one scale for each row of the result"
+        )
 
 
 def _stored(y: Tensor, scale: Tensor | None, dtype: str, granularity: str) -> list[Tensor]:
@@ -78,7 +83,27 @@ def _fake_stored(y: Tensor, scale: Tensor | None, dtype: str, granularity: str) 
     return [q, group_scale_empty(y.shape[:-1], y.shape[-1], torch.float32, y.device)]
 
 
-def _define(plain: str, tensors: str, options: str, columns_share: int = 1) -> Callable[..., Any]:
+Shape = tuple[int, ...]
+
+
+def _same_shape(shape: Shape) -> Shape:
+    return shape
+
+
+def _halved(shape: Shape) -> Shape:
+    return (*shape[:-1], shape[-1] // 2)
+
+
+def _turned(shape: Shape) -> Shape:
+    return (*shape[:-2], shape[-1], shape[-2])
+
+
+def _define(
+    plain: str,
+    tensors: str,
+    options: str = "",
+    stored_shape: Callable[[Shape], Shape] = _same_shape,
+) -> Callable[..., Any]:
     """Define ``<plain>_quantize``: the arguments of ``plain``, and how its result is stored.
 
     The results are q, the other results of ``plain``, and the scale where it is computed.
@@ -87,7 +112,7 @@ def _define(plain: str, tensors: str, options: str, columns_share: int = 1) -> C
         plain: the operation whose first result is quantized.
         tensors: its tensors as in its schema; the scale follows them.
         options: its other arguments; the storage follows them.
-        columns_share: columns of x for one of the result.
+        stored_shape: the shape of what is quantized, of that of x.
     """
     count = len(tensors.split(","))
     name = f"{plain}_quantize"
@@ -100,9 +125,10 @@ def _define(plain: str, tensors: str, options: str, columns_share: int = 1) -> C
 
     def check(*args: Any) -> None:
         plain_args, scale, dtype, granularity = split(args)
+        x = args[0]
         OPS[plain].check(*plain_args)
-        *outer, columns = args[0].shape
-        _check_storage(name, args[0], (*outer, columns // columns_share), scale, dtype, granularity)
+        require_dtype(name, "x", x, ACTIVATION_DTYPES)
+        _check_storage(name, x, stored_shape(x.shape), scale, dtype, granularity)
 
     def compose(
         results: Any, store: Callable[..., list[Tensor]], storage: list[Any]
@@ -119,8 +145,9 @@ def _define(plain: str, tensors: str, options: str, columns_share: int = 1) -> C
         plain_args, *storage = split(args)
         return compose(run_plain(*plain_args), _fake_stored, storage)
 
+    arguments = [tensors, "Tensor? scale", options, "str dtype", "str granularity"]
     Op(
-        f"{name}({tensors}, Tensor? scale, {options}, str dtype, str granularity) -> Tensor[]",
+        f"{name}({', '.join(filter(None, arguments))}) -> Tensor[]",
         check=check,
         fake=fake,
         reference=reference,
@@ -134,7 +161,8 @@ _OP_FUSED_ADD_RMS_NORM = _define(
     "fused_add_rms_norm", "Tensor x, Tensor residual, Tensor weight", _RMS
 )
 _OP_LAYER_NORM = _define("layer_norm", "Tensor x, Tensor? weight, Tensor? bias", "float eps")
-_OP_ACT_AND_MUL = _define("act_and_mul", "Tensor x", "str act", columns_share=2)
+_OP_ACT_AND_MUL = _define("act_and_mul", "Tensor x", "str act", _halved)
+_OP_TRANSPOSE = _define("transpose", "Tensor x", stored_shape=_turned)
 
 
 def _with_scale(results: list[Tensor], scale: Tensor | None) -> tuple[Tensor, ...]:
@@ -253,4 +281,31 @@ def act_and_mul_quantize(
         UnsupportedError: x requires grad while grad mode is on.
     """
     q, scale = _with_scale(_OP_ACT_AND_MUL(x, scale, act, dtype, granularity), scale)
+    return q, scale
+
+
+def transpose_quantize(
+    x: Tensor,
+    *,
+    dtype: str = "e4m3",
+    granularity: str = "token",
+    scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``quantize(transpose(x))``: an 8-bit operand whose other dimension is multiplied over.
+
+    Args:
+        x: (..., R, C), float32, bfloat16 or float16, any strides and any batch dimensions.
+        dtype, granularity: as in ``rms_norm_quantize``. A row of the result is a column of ``x``:
+            ``"token"`` is a scale for each column, ``"block128"`` one for 128 consecutive rows of a
+            column.
+        scale: as in ``quantize``, of the (..., C, R) result; None computes it.
+
+    Returns:
+        (q, scale): q is (..., C, R), contiguous; both are as ``quantize`` returns them.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, ConfigError: an argument is not as described.
+        UnsupportedError: x requires grad while grad mode is on.
+    """
+    q, scale = _with_scale(_OP_TRANSPOSE(x, scale, dtype, granularity), scale)
     return q, scale

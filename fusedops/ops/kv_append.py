@@ -260,7 +260,7 @@ def append_paged_kv(
         request_index: (T,) int32, the row of the block table of each token.
         positions: (T,) int32 or int64, the token's position in its request.
         k_scale, v_scale: for 8-bit caches, and only for them: float32 on the caches' device, () or
-            one for each KV head, (Hkv,), finite and above zero (which is checked on the CPU only).
+            one for each KV head, (Hkv,), finite and at least 2^-126 (checked on the CPU only).
             A value x is stored as round(x * (1 / scale)) in float32, ties to even, as ``quantize``
             stores it: float8_e4m3fn saturates at +-448 and keeps a NaN, int8 is clamped to +-127
             and makes a NaN 0. ``paged_attention`` reads q * scale with the same scales.

@@ -6,8 +6,6 @@ that a cache holds the same bits whether its tokens were quantised on the way in
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -19,7 +17,7 @@ from fusedops.check import (
 )
 from fusedops.epilogue.base import to_dtype
 from fusedops.errors import ConfigError
-from fusedops.ops.quantize import FORMATS
+from fusedops.ops.quantize import FORMATS, require_scale_values
 
 __all__ = [
     "CODE_DTYPES",
@@ -62,17 +60,13 @@ def check_cache_scales(
 
 
 def require_positive_scales(op: str, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
-    """Raise ConfigError unless every scale is finite and above zero; for CPU tensors."""
+    """``require_scale_values`` of the scales that are given; for CPU tensors."""
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if scale is None:
-            continue
-        for value in scale.reshape(-1).tolist():
-            if not 0.0 < value < math.inf:
-                raise ConfigError(
-                    f"{op}: {name} is {describe(scale)} and holds {value}; a scale must be finite "
-                    "and above zero. Use the largest magnitude expected over 448 (float8_e4m3fn) "
-                    "or 127 (int8)."
-                )
+        if scale is not None:
+            require_scale_values(op, name, scale, _ADVICE)
+
+
+_ADVICE = "Use the largest magnitude expected over 448 (float8_e4m3fn) or 127 (int8)."
 
 
 def codes(cache: Tensor) -> Tensor:

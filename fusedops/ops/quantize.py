@@ -37,6 +37,7 @@ __all__ = [
     "QuantFormat",
     "dequantize",
     "quantize",
+    "require_scale_values",
 ]
 
 
@@ -72,7 +73,8 @@ SCALE_ROW_ALIGNMENT = 4
 """Rows of ``block128`` scales start at multiples of this many floats: 16 bytes, one TMA unit."""
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-"""Dynamic scales are at least this: the smallest normal float32, whose inverse is finite."""
+"""Scales are at least this, 2^-126: the smallest normal float32, whose inverse is finite. That of a
+scale below 2^-128 would be infinite, and zeros would be stored as NaN."""
 
 _STATIC_GRANULARITIES = ("token", "tensor")
 
@@ -93,8 +95,9 @@ def quantize(
         granularity: ``"token"`` (a scale a row), ``"tensor"`` (one scale) or ``"block128"`` (a
             scale for 128 consecutive values of a row; the last group may be shorter).
         scale: float32 scale to use instead of a dynamic one: () for ``"tensor"``, (M,) or
-            ``x.shape[:-1]`` for ``"token"``. It must be finite and above zero, which is checked on
-            the CPU only, because reading it on a GPU would synchronise.
+            ``x.shape[:-1]`` for ``"token"``. It must be finite and at least ``SMALLEST_SCALE``
+            (2^-126, about 1.18e-38), which is checked on the CPU only, because reading it on a GPU
+            would synchronise.
 
     Returns:
         q: contiguous, shape of ``x``, float8_e4m3fn or int8.
@@ -107,8 +110,8 @@ def quantize(
         even, all in float32; identical bits on every device (a NaN scale's payload excepted).
 
         - An all-zero row, tensor or group, or one without elements, has scale 1.
-        - A scale is never below the smallest normal float32, so a row of denormals keeps a finite
-          scale above zero and quantises to small values or zero.
+        - A scale is never below ``SMALLEST_SCALE``, the smallest normal float32, so a row of
+          denormals keeps a finite scale above zero and quantises to small values or zero.
         - NaN stays NaN in e4m3 (byte 0x7f) and becomes 0 in int8.
         - NaN in a row (tensor, group) makes its dynamic scale NaN: e4m3 stores NaN throughout,
           int8 stores 0 throughout, and both dequantise to NaN throughout.
@@ -118,7 +121,7 @@ def quantize(
 
     Raises:
         ConfigError: unknown ``dtype`` or ``granularity``; ``scale`` with ``"block128"``; a scale
-            that is not finite or not above zero (CPU).
+            that is not finite or below ``SMALLEST_SCALE`` (CPU).
         DTypeError: ``x`` is no activation dtype, ``scale`` is not float32.
         ShapeError: ``x`` has no dimension, ``scale`` has another shape.
         DeviceError: ``scale`` is on another device.
@@ -200,14 +203,31 @@ def _check_quantize_static(x: Tensor, scale: Tensor, dtype: str) -> None:
         _require_token_scale("quantize", "x", x, scale)
 
 
+def require_scale_values(op: str, name: str, scale: Tensor, advice: str) -> None:
+    """Raise ConfigError unless every scale is finite and at least ``SMALLEST_SCALE``; CPU tensors.
+
+    Args:
+        op: the operation's name.
+        name: the argument's.
+        scale: float32.
+        advice: the message's last sentence, what to give instead.
+    """
+    if scale.numel() == 0:
+        return
+    low, high = (float(bound) for bound in torch.aminmax(scale))
+    # A NaN makes both of them NaN.
+    if low >= SMALLEST_SCALE and high < math.inf:
+        return
+    refused = scale[~((scale >= SMALLEST_SCALE) & (scale < math.inf))].flatten()[0].item()
+    raise ConfigError(
+        f"{op}: {name} is {describe(scale)} and holds {refused}; a scale must be finite and "
+        f"above zero, at least {SMALLEST_SCALE:.8g} (2^-126, the smallest normal float32). {advice}"
+    )
+
+
 def _check_static_values(x: Tensor, scale: Tensor, dtype: str) -> None:
-    accepted = (scale > 0) & (scale < math.inf)
-    if not bool(accepted.all()):
-        refused = scale[~accepted].flatten()[0].item()
-        raise ConfigError(
-            f"quantize: scale is {describe(scale)} and holds {refused}; a given scale must be "
-            "finite and above zero. Give an all-zero row scale 1, or leave out scale."
-        )
+    advice = "Give an all-zero row scale 1, or leave out scale."
+    require_scale_values("quantize", "scale", scale, advice)
 
 
 def _check_dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype, granularity: str) -> None:

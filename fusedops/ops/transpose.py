@@ -1,11 +1,12 @@
-"""``transpose``: swap the last two dimensions into a contiguous tensor."""
+"""``transpose``: swap the last two dimensions into a contiguous tensor, and cast on the way."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from fusedops.check import require_dim, require_dtype
+from fusedops.check import ACTIVATION_DTYPES, require_dim, require_dtype
+from fusedops.errors import DTypeError
 from fusedops.ops.op import Op, entry
 
 __all__ = ["TRANSPOSE_DTYPES", "transpose"]
@@ -39,24 +40,31 @@ TRANSPOSE_DTYPES = (
 _CARRIER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def transpose(x: Tensor) -> Tensor:
+def transpose(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """``x.transpose(-1, -2)`` as a new contiguous tensor.
 
     Args:
         x: (..., R, C), any strides and any batch dimensions; a dtype of 1, 2, 4 or 8 bytes with one
             element in each: bool, every integer, float8, float16, bfloat16, float32, float64,
             complex32 and complex64.
+        dtype: of the result; None keeps that of ``x``. Another one is a cast between float32,
+            bfloat16 and float16, rounded once to nearest even: values beyond its range become
+            infinite, and NaN stays NaN. ``transpose_quantize`` has 8 bits.
 
     Returns:
-        (..., C, R), contiguous, the dtype of ``x``, bit for bit its elements; never a view of it.
+        (..., C, R), contiguous, never a view of ``x``. Without a cast it has the elements of ``x``
+        bit for bit.
 
     Raises:
         ShapeError: ``x`` has fewer than two dimensions.
-        DTypeError: ``x`` has another dtype.
+        DTypeError: ``x`` has another dtype, or no cast leads from it to ``dtype``.
         UnsupportedError: ``x`` requires grad while grad mode is on.
     """
-    result: Tensor = _OP_TRANSPOSE(x)
-    return result
+    if dtype is None or (isinstance(x, Tensor) and x.dtype is dtype):
+        moved: Tensor = _OP_TRANSPOSE(x)
+        return moved
+    cast: Tensor = _OP_TRANSPOSE_CAST(x, dtype)
+    return cast
 
 
 def _check(x: Tensor) -> None:
@@ -76,6 +84,30 @@ def _fake(x: Tensor) -> Tensor:
     return x.new_empty((*batch, columns, rows))
 
 
+def _check_cast(x: Tensor, dtype: torch.dtype) -> None:
+    require_dim("transpose_cast", "x", x, 2)
+    require_dtype("transpose_cast", "x", x, ACTIVATION_DTYPES)
+    if dtype not in ACTIVATION_DTYPES:
+        accepted = ", ".join(map(str, ACTIVATION_DTYPES))
+        raise DTypeError(
+            f"transpose_cast: dtype={dtype}; accepted are {accepted}. Call transpose_quantize for "
+            "8 bits."
+        )
+
+
+def _reference_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    # The narrower tensor is the one that is moved.
+    if dtype.itemsize < x.dtype.itemsize:
+        return _reference(x.to(dtype))
+    moved = _reference(x)
+    return moved.to(dtype)
+
+
+def _fake_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    *batch, rows, columns = x.shape
+    return x.new_empty((*batch, columns, rows), dtype=dtype)
+
+
 Op(
     "transpose(Tensor x) -> Tensor",
     check=_check,
@@ -83,4 +115,12 @@ Op(
     reference=_reference,
 )
 
+Op(
+    "transpose_cast(Tensor x, ScalarType dtype) -> Tensor",
+    check=_check_cast,
+    fake=_fake_cast,
+    reference=_reference_cast,
+)
+
 _OP_TRANSPOSE = entry("transpose")
+_OP_TRANSPOSE_CAST = entry("transpose_cast")

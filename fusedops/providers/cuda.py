@@ -19,6 +19,7 @@ from fusedops.providers.cuda_reduce import plan_reduce
 from fusedops.providers.cuda_rope import APPEND, ROPE, ROPE_, ROPE_APPEND
 from fusedops.providers.cuda_sampling import GREEDY, SAMPLE
 from fusedops.providers.cuda_transpose import plan_transpose
+from fusedops.providers.cuda_transpose_quantize import TRANSPOSE_CAST, TRANSPOSE_QUANTIZE
 
 __all__ = ["register"]
 
@@ -45,6 +46,8 @@ def _reduce(x: Tensor, op: str, dim: Sequence[int] | None, keepdim: bool) -> Ten
 
 _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Support], Callable[..., Any]]] = {
     "transpose": (_TRANSPOSE.supports, _TRANSPOSE.run),
+    "transpose_cast": TRANSPOSE_CAST.entry(default=False),
+    "transpose_quantize": TRANSPOSE_QUANTIZE.entry(default=False),
     "reduce": (_supports_reduce, _reduce),
     "rms_norm": cuda_norm.RMS_NORM.entry(default=False),
     "rms_norm_quantize": cuda_norm.RMS_NORM_QUANTIZE.entry(default=False),

@@ -45,7 +45,7 @@ WORK = 2
 """Memory between two launches of a plan."""
 
 THREADS = 256
-"""Threads a block of every kernel but ``reduce_cluster``."""
+"""Threads a block where a launch does not say otherwise."""
 
 VECTOR_BYTES = 16
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from fusedops.jit.nvrtc import CudaProgram
 from fusedops.providers.cuda_plan import (
     DIMS_PARAMETERS,
@@ -26,97 +24,11 @@ from fusedops.providers.cuda_plan import (
     element_count,
     power_of_two_from,
 )
+from fusedops.providers.cuda_reduce_ops import KERNEL_DTYPES, KERNEL_OPS, KernelOp
 
-__all__ = ["KERNEL_DTYPES", "KERNEL_OPS", "KernelOp", "plan_reduce"]
+__all__ = ["plan_reduce"]
 
 _SOURCE = "reduce.cu"
-
-KERNEL_DTYPES = {
-    torch.bool: "bool",
-    torch.uint8: "unsigned char",
-    torch.int8: "signed char",
-    torch.int16: "short",
-    torch.int32: "int",
-    torch.int64: "long long",
-    torch.float16: "__half",
-    torch.bfloat16: "__nv_bfloat16",
-    torch.float32: "float",
-    torch.float64: "double",
-}
-"""Element types and what they are in CUDA."""
-
-
-@dataclass(frozen=True)
-class KernelOp:
-    """A struct of csrc/include/reduce_ops.cuh.
-
-    Attributes:
-        template: its name with ``<T>`` for the element type.
-        values: numbers in an accumulator.
-        compares: they are of the type for comparing (``Wide``), else of that for adding
-            (``Total``), in which integers have 64 bits.
-        has_position: an accumulator holds a 64-bit position, too.
-        is_flag: an accumulator is one int, whatever the elements are.
-        integer_result: dtype of ``Out`` for integers; None: that of the input.
-        float_result: dtype of ``Out`` for floats; None: that of the input.
-    """
-
-    template: str
-    values: int = 1
-    compares: bool = False
-    has_position: bool = False
-    integer_result: torch.dtype | None = None
-    float_result: torch.dtype | None = None
-    is_flag: bool = False
-
-    def name(self, dtype: torch.dtype) -> str:
-        """The struct for elements of ``dtype``."""
-        return f"fusedops::{self.template.replace('<T', '<' + KERNEL_DTYPES[dtype])}"
-
-    def accumulator_bytes(self, dtype: torch.dtype) -> int:
-        """``sizeof(Acc)``."""
-        if self.is_flag:
-            return 4
-        is_double_word = dtype in (torch.float64, torch.int64) or not (
-            self.compares or dtype.is_floating_point
-        )
-        value_bytes = 8 if is_double_word else 4
-        return 16 if self.has_position else self.values * value_bytes
-
-    def result_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of ``Out``."""
-        return (self.float_result if dtype.is_floating_point else self.integer_result) or dtype
-
-
-_INT64 = torch.int64
-_BOOL = torch.bool
-
-KERNEL_OPS = {
-    "sum": KernelOp("Sum<T>", integer_result=_INT64),
-    "mean": KernelOp("Mean<T>", integer_result=torch.float32),
-    "sumsq": KernelOp("SumSq<T>", integer_result=_INT64),
-    "max": KernelOp("Max<T>", compares=True),
-    "min": KernelOp("Min<T>", compares=True),
-    "absmax": KernelOp("AbsMax<T>", compares=True),
-    "argmax": KernelOp(
-        "Arg<T, true>",
-        compares=True,
-        has_position=True,
-        integer_result=_INT64,
-        float_result=_INT64,
-    ),
-    "argmin": KernelOp(
-        "Arg<T, false>",
-        compares=True,
-        has_position=True,
-        integer_result=_INT64,
-        float_result=_INT64,
-    ),
-    "logsumexp": KernelOp("LogSumExp<T>", values=2, compares=True),
-    "any": KernelOp("Any<T>", is_flag=True, integer_result=_BOOL, float_result=_BOOL),
-    "all": KernelOp("All<T>", is_flag=True, integer_result=_BOOL, float_result=_BOOL),
-}
-"""The struct of each operation of ``reduce``."""
 
 _UNROLL = 8
 _SHORT_UNROLL = 2
@@ -130,14 +42,35 @@ _SEGMENT_BYTES = 512
 _BLOCKS_PER_SM = 8
 """Blocks to split few rows into: more than fit at once, so that none waits for the last ones."""
 
-_COLUMN_BLOCKS_PER_SM = 16
+_COLUMN_BLOCKS = 4
+"""Blocks of columns that an SM runs at once."""
+
+_COLUMN_ROUNDS = (2, 4)
+"""Rounds of them to split columns into: of the numbers in between, the one that leaves the fewest
+SMs idle in the last round (1 GiB on an H200: 243.2 us with 1024 blocks, 244.9 with 2176)."""
+
 _LEAST_SPLIT_BYTES = 32 << 10
 _SPLIT_BYTES = 256 << 10
 """What a block takes at most of rows that are split: with several times more blocks than fit at
 once, the last ones leave few SMs idle (1 GiB on an H200: 237 us in 4096 pieces, 240.6 in 1056)."""
 
-_CLUSTER_BLOCKS = 8
-_CLUSTER_THREADS = 512
+_CLUSTERS = ((8, 512, 1), (4, 512, 1), (2, 1024, 1), (2, 512, 2))
+"""Blocks a cluster, threads a block, and blocks an SM that must be enough for all of them.
+
+Rows whose blocks run all at once take the time of one block, so that the SMs should get as many
+bytes each: 64 rows of 128,256 float32 take 11.4 us in clusters of 2 (8.2 from the L2), in clusters
+of 4 and 8 with as many threads an SM 12.6 and 12.1 (10.3 and 9.2), and 14.0 (11.7) where they take
+two rounds (H200). Blocks of 1024 threads come in twos at most: of clusters of 4 with one block an
+SM fewer than 32 run at once.
+"""
+
+_WIDE_THREADS = 1024
+_WIDE_ELEMENT_BYTES = 4
+"""Such a block leaves 64 registers a thread, which only elements of this size get along with."""
+
+_MANY_CLUSTERS = (8, 512)
+"""Of more rows, which take several rounds anyway: short blocks."""
+
 _CLUSTER_MAX_BYTES = 1 << 20
 """Longer rows are split over more blocks than a cluster has, which takes a second launch."""
 
@@ -309,18 +242,36 @@ def _rows(problem: _Problem) -> Launch:
 
 
 def _cluster(problem: _Problem, length: int) -> Launch:
-    step = VECTOR_BYTES // problem.x.dtype.itemsize
-    chunk = ceil_div(ceil_div(length, _CLUSTER_BLOCKS), step) * step
-    kernel = problem.kernel("reduce_cluster")
+    rows, sms = problem.results, problem.gpu.sms
+    size = problem.x.dtype.itemsize
+    fitting = [
+        (n, threads)
+        for n, threads, each in _CLUSTERS
+        if rows * n <= sms * each and (threads < _WIDE_THREADS or size == _WIDE_ELEMENT_BYTES)
+    ]
+    blocks, threads = fitting[0] if fitting else _MANY_CLUSTERS
+    step = VECTOR_BYTES // size
+    chunk = ceil_div(ceil_div(length, blocks), step) * step
+    kernel = problem.kernel("reduce_cluster", str(blocks), str(threads))
     return Launch(
         CudaProgram(_SOURCE, (kernel,)),
         kernel,
         _CLUSTER_PARAMETERS,
         (X, OUT),
         (length, chunk, *problem.constants(problem.kept)),
-        (problem.results * _CLUSTER_BLOCKS, 1),
-        threads=_CLUSTER_THREADS,
-        cluster=_CLUSTER_BLOCKS,
+        (rows * blocks, 1),
+        threads=threads,
+        cluster=blocks,
+    )
+
+
+def _column_splits(blocks: int, sms: int) -> int:
+    """Into how many parts each of so many blocks of columns is split."""
+    at_once = _COLUMN_BLOCKS * sms
+    fewest, most = (rounds * at_once // blocks for rounds in _COLUMN_ROUNDS)
+    return max(
+        range(max(fewest, 1), max(most, 1) + 1),
+        key=lambda n: n * blocks / ceil_div(n * blocks, at_once),
     )
 
 
@@ -336,7 +287,7 @@ def _columns(problem: _Problem) -> Launch:
     column_blocks = ceil_div(packs, lanes)
     blocks = column_blocks * element_count(outer)
     step = THREADS // lanes * _UNROLL
-    wanted = _COLUMN_BLOCKS_PER_SM * problem.gpu.sms
+    wanted = blocks * _column_splits(blocks, problem.gpu.sms)
     chunk, splits = _split(problem.length, blocks, wanted, 2 * step, step)
     return _launch(
         problem,

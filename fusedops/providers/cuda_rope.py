@@ -15,7 +15,7 @@ from fusedops.errors import UnsupportedError
 from fusedops.jit.nvrtc import CudaProgram
 from fusedops.providers.cuda_call import CallPlan, CudaCall
 from fusedops.providers.cuda_plan import THREADS, VECTOR_BYTES, Gpu, Launch, View, ceil_div
-from fusedops.providers.cuda_reduce import KERNEL_DTYPES
+from fusedops.providers.cuda_reduce_ops import KERNEL_DTYPES
 from fusedops.providers.cuda_sinks import FORMATS, Served, Sink, given_stride, sink_of
 
 __all__ = [

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -71,6 +71,9 @@ _PACKS = 4
 
 _CLUSTER_PACKS = 1024
 """Longer rows, if they are few, are read by a cluster: 16 KB by one SM take longer than meeting."""
+
+_EARLY_ROWS = 48
+"""Rows up to which a kernel lets the next one start at its entry, see csrc/include/pdl.cuh."""
 
 _BLOCKS_PER_SM = 8
 _LARGEST_GRID = 2**31 - 1
@@ -143,6 +146,7 @@ class RowLayout:
         run: packs of a thread in a group of elements that a whole warp shares.
         parts: blocks a row.
         cluster: ``parts`` where they join their values, else 1.
+        is_early: the next kernel may start when this one begins, not when it stops waiting.
     """
 
     threads: int
@@ -151,12 +155,14 @@ class RowLayout:
     run: int = 1
     parts: int = 1
     cluster: int = 1
+    is_early: bool = False
 
     def name(self, packs: int) -> str:
         """The type in CUDA for rows of so many packs."""
         is_full = packs == self.lanes * self.packs * self.parts
         numbers = (self.threads, self.lanes, self.packs, self.run, self.cluster)
-        return f"fusedops::RowLayout<{', '.join(map(str, numbers))}, {str(is_full).lower()}>"
+        flags = (str(flag).lower() for flag in (is_full, self.is_early))
+        return f"fusedops::RowLayout<{', '.join((*map(str, numbers), *flags))}>"
 
     def blocks(self, rows: int) -> int:
         """Blocks for a number of rows.
@@ -201,6 +207,7 @@ def row_layout(
     joins: bool,
     groups: bool = False,
     packs_at_most: int = _PACKS,
+    packs_at_least: int = _PACKS,
 ) -> RowLayout:
     """How threads share the rows.
 
@@ -213,10 +220,29 @@ def row_layout(
         joins: values of a whole row are joined, so that its blocks must be one or a cluster.
         groups: 128 neighbouring elements share a scale.
         packs_at_most: packs a thread where rows need not be joined.
+        packs_at_least: packs a thread where more rows than multiprocessors are joined, unless the
+            block would have more than 512 threads; a power of two up to 4.
 
     Raises:
         UnsupportedError: a row is longer than the threads that may join its values can keep.
     """
+    layout = _late_layout(
+        rows, columns, width, gpu, element_bytes, joins, groups, packs_at_most, packs_at_least
+    )
+    return replace(layout, is_early=rows <= _EARLY_ROWS)
+
+
+def _late_layout(
+    rows: int,
+    columns: int,
+    width: int,
+    gpu: Gpu,
+    element_bytes: int,
+    joins: bool,
+    groups: bool,
+    packs_at_most: int,
+    packs_at_least: int,
+) -> RowLayout:
     packs = columns // width
     run = max(1, GROUP // width // _WARP) if groups else 1
     if packs <= _WARP * run:
@@ -233,7 +259,7 @@ def row_layout(
             f"keeps rows of up to {longest} elements in registers, got {columns}"
         )
     is_few = rows <= gpu.sms
-    sizes = [each for each in (1, 2, 4) if each % run == 0 and (is_few or each == _PACKS)]
+    sizes = [n for n in (1, 2, 4) if n % run == 0 and (is_few or n >= packs_at_least)]
     if width * element_bytes < VECTOR_BYTES:
         sizes.append(2 * _PACKS)
     parts = [1]

@@ -18,7 +18,8 @@ from fusedops.providers.base import current_policy
 from fusedops.providers.cuda_base import NAME
 from fusedops.providers.cuda_call import CallPlan, CudaCall, most_shared_bytes
 from fusedops.providers.cuda_plan import Gpu, Launch, View, ceil_div
-from fusedops.providers.cuda_reduce import KERNEL_DTYPES, plan_reduce
+from fusedops.providers.cuda_reduce import plan_reduce
+from fusedops.providers.cuda_reduce_ops import KERNEL_DTYPES
 from fusedops.providers.cuda_sinks import Served
 
 __all__ = [

@@ -1,12 +1,15 @@
 """``transpose`` by csrc/transpose.cu: tiles through shared memory, or threads along the long side.
 
-Rows of 16-byte vectors take square tiles; rows that start anywhere take shifted ones.
+Rows of 16-byte vectors take square tiles; rows that start anywhere take shifted ones, or, of
+elements below four bytes, realigned ones.
 
 Source: Ruetsch and Micikevicius, "Optimizing Matrix Transpose in CUDA", 2009, for tiles in shared
 memory; here each thread also turns a square block in registers, so that all accesses have 16 bytes.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from fusedops.errors import UnsupportedError
 from fusedops.jit.nvrtc import CudaProgram
@@ -27,7 +30,7 @@ from fusedops.providers.cuda_plan import (
     element_count,
 )
 
-__all__ = ["SHIFTED_ROWS", "plan_transpose", "tile_side"]
+__all__ = ["UnalignedTile", "plan_transpose", "tile_side", "unaligned_tile"]
 
 _SOURCE = "transpose.cu"
 _WORDS = {
@@ -38,13 +41,14 @@ _WORDS = {
     16: "uint4",
 }
 _TILE_VECTORS = 16
-SHIFTED_ROWS = 128
-"""Rows of x in a shifted tile: ``ShiftedTile`` of csrc/include/shifted_tile.cuh."""
-
 _SECTOR_BYTES = 32
-_GROUP_TILES = 128
-_SHIFTED_GROUP_TILES = 32
-"""Tiles that neighbouring blocks take below one another, see csrc/include/tiles.cuh."""
+_SHIFTED_ROWS = 128
+_REALIGNED_THREADS = 288
+
+_GROUP_BYTES = 128 << 10
+"""What neighbouring blocks write of a row of the result: all of it, where it is no longer. Blocks
+that run at once write whole rows then (32768 x 8192 float32 on an H200: 520 us, and 528 us with
+groups of 32 KB, 565 with 8 KB)."""
 
 _SHORT_SIDE = 8
 """Below this many rows or columns a tile would be mostly empty."""
@@ -53,13 +57,52 @@ _LARGEST_GRID = 2**31 - 1
 _GATHER_BLOCKS_PER_SM = 16
 
 _TILE_PARAMETERS = ("pointer", "pointer", *["int64"] * 4, *["uint32"] * 3, *DIMS_PARAMETERS)
-_SHIFTED_PARAMETERS = ("pointer", "pointer", *["int64"] * 3, *["uint32"] * 3, *DIMS_PARAMETERS)
+_UNALIGNED_PARAMETERS = ("pointer", "pointer", *["int64"] * 3, *["uint32"] * 3, *DIMS_PARAMETERS)
 _GATHER_PARAMETERS = ("pointer", "pointer", *["int64"] * 7, *DIMS_PARAMETERS)
 
 
 def tile_side(element_bytes: int) -> int:
     """Rows and columns of a tile, which has 256 bytes a row."""
     return _TILE_VECTORS * VECTOR_BYTES // element_bytes
+
+
+@dataclass(frozen=True)
+class UnalignedTile:
+    """A tile of rows that start anywhere.
+
+    Attributes:
+        name: the kernel.
+        rows: of x, which are written.
+        columns: of x.
+        threads: a block.
+        shared_bytes: of a block.
+    """
+
+    name: str
+    rows: int
+    columns: int
+    threads: int
+    shared_bytes: int
+
+
+def unaligned_tile(element_bytes: int) -> UnalignedTile:
+    """``ShiftedTile`` or ``RealignedTile`` of csrc/include for elements of so many bytes."""
+    width = VECTOR_BYTES // element_bytes
+    sector = _SECTOR_BYTES // element_bytes
+    if element_bytes >= 4:
+        held = _SHIFTED_ROWS + sector - 1
+        vectors = held * (_TILE_VECTORS + 1) + (held - 1) // width
+        side = tile_side(element_bytes)
+        return UnalignedTile(
+            "transpose_shifted", _SHIFTED_ROWS, side, THREADS, vectors * VECTOR_BYTES
+        )
+    rows = 256 // element_bytes
+    columns = (15 if element_bytes == 1 else 31) * width
+    of_row = (rows + sector) // width
+    vectors = columns * of_row + (columns - 1) // width
+    return UnalignedTile(
+        "transpose_realigned", rows, columns, _REALIGNED_THREADS, vectors * VECTOR_BYTES
+    )
 
 
 def plan_transpose(x: View, gpu: Gpu) -> Plan:
@@ -98,30 +141,31 @@ def _tiles(x: View, batch: list[Axis], row: Axis, column: Axis) -> Launch:
     )
     stores_vectors = rows % (VECTOR_BYTES // size) == 0
     side = tile_side(size)
-    # A smaller matrix would leave most of a shifted tile empty.
-    is_shifted = (
+    unaligned = unaligned_tile(size)
+    # A smaller matrix would leave most of an unaligned tile empty.
+    is_unaligned = (
         column_stride == 1
         and not (loads_vectors and stores_vectors)
-        and rows >= SHIFTED_ROWS
-        and columns >= side
+        and rows >= unaligned.rows
+        and columns >= unaligned.columns
     )
-    tile_rows, group = (SHIFTED_ROWS, _SHIFTED_GROUP_TILES) if is_shifted else (side, _GROUP_TILES)
-    row_tiles, column_tiles = ceil_div(rows, tile_rows), ceil_div(columns, side)
-    tiles = (row_tiles, column_tiles, min(group, row_tiles))
+    tile_rows, tile_columns = (unaligned.rows, unaligned.columns) if is_unaligned else (side, side)
+    row_tiles, column_tiles = ceil_div(rows, tile_rows), ceil_div(columns, tile_columns)
+    tiles = (row_tiles, column_tiles, min(_GROUP_BYTES // (tile_rows * size), row_tiles))
     blocks = row_tiles * column_tiles * element_count(batch)
     if blocks > _LARGEST_GRID:
         raise UnsupportedError(f"takes up to {_LARGEST_GRID} tiles, got {blocks}")
-    if is_shifted:
-        kernel = f"fusedops::transpose_shifted<{_WORDS[size]}>"
-        parameters = _SHIFTED_PARAMETERS
+    if is_unaligned:
+        kernel = f"fusedops::{unaligned.name}<{_WORDS[size]}>"
+        parameters = _UNALIGNED_PARAMETERS
         strides: tuple[int, ...] = (row_stride,)
-        shared_bytes = _shifted_bytes(size)
+        threads, shared_bytes = unaligned.threads, unaligned.shared_bytes
     else:
         flags = ", ".join(str(flag).lower() for flag in (loads_vectors, stores_vectors))
         kernel = f"fusedops::transpose_tiles<{_WORDS[size]}, {flags}>"
         parameters = _TILE_PARAMETERS
         strides = (row_stride, column_stride)
-        shared_bytes = side * _TILE_VECTORS * VECTOR_BYTES
+        threads, shared_bytes = THREADS, side * _TILE_VECTORS * VECTOR_BYTES
     return Launch(
         CudaProgram(_SOURCE, (kernel,)),
         kernel,
@@ -129,15 +173,9 @@ def _tiles(x: View, batch: list[Axis], row: Axis, column: Axis) -> Launch:
         (X, OUT),
         (rows, columns, *strides, *tiles, *dims_constants(batch, "batch dimensions")),
         (blocks, 1),
+        threads=threads,
         shared_bytes=shared_bytes,
     )
-
-
-def _shifted_bytes(element_bytes: int) -> int:
-    """``ShiftedTile::kBytes``: its rows, and a vector every so many of them."""
-    held = SHIFTED_ROWS + _SECTOR_BYTES // element_bytes - 1
-    vectors = held * (_TILE_VECTORS + 1) + (held - 1) // (VECTOR_BYTES // element_bytes)
-    return vectors * VECTOR_BYTES
 
 
 def _copy(x: View, axes: list[Axis], gpu: Gpu) -> Launch:

@@ -28,7 +28,7 @@ from fusedops.bench import (
 )
 from fusedops.bench.cublaslt import LtMatmul
 from fusedops.bench.data import l2_bytes
-from fusedops.bench.environment import collect_environment
+from fusedops.bench.environment import PEER_VARIABLES, collect_environment
 from fusedops.bench.layer_chain import LayerChain
 from fusedops.bench.measurement import Outcome
 from fusedops.bench.pages import Page, Row, markdown
@@ -46,6 +46,13 @@ MEMORY_PEAK_BYTES_PER_S = {"NVIDIA H200": 4.8e12}
 
 EPS = 1e-5
 BRIEF = Protocol(samples=15, cap_s=1.0)
+
+
+@pytest.fixture(autouse=True)
+def peers_build_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where goals are measured."""
+    for name, value in PEER_VARIABLES.items():
+        monkeypatch.setenv(name, value)
 
 
 def normal(generator: torch.Generator, *shape: int, dtype: torch.dtype) -> Tensor:

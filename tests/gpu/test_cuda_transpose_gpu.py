@@ -14,7 +14,7 @@ from fusedops.errors import KernelMissingError
 from fusedops.ops.transpose import TRANSPOSE_DTYPES, transpose
 from fusedops.providers import cuda
 from fusedops.providers.cuda_base import CudaOp
-from fusedops.providers.cuda_transpose import SHIFTED_ROWS, plan_transpose, tile_side
+from fusedops.providers.cuda_transpose import plan_transpose, tile_side, unaligned_tile
 
 COVERS = (
     "csrc/transpose.cu",
@@ -78,18 +78,20 @@ def test_sizes_around_a_tile(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", CARRIERS, ids=str)
 def test_rows_that_start_anywhere(dtype: torch.dtype) -> None:
-    side = tile_side(dtype.itemsize)
-    for rows in (SHIFTED_ROWS, SHIFTED_ROWS + 1, 3 * SHIFTED_ROWS + 7, 5 * SHIFTED_ROWS):
+    tile = unaligned_tile(dtype.itemsize)
+    side = tile.columns
+    for rows in (tile.rows, tile.rows + 1, 3 * tile.rows + 7, 5 * tile.rows):
         for columns in (side, side + 1, 3 * side - 5, 4 * side + 17):
             assert_transposed(random(rows, columns, dtype=dtype))
-    flat = random(3 * 400 * (4 * side + 3), dtype=dtype)
+    flat = random(2 * 400 * (4 * side + 3) + 8, dtype=dtype)
     for offset in (1, 2, 3, 5):
         view = flat[offset : offset + 2 * 400 * (4 * side + 3)].view(2, 400, 4 * side + 3)
         assert_transposed(view)
         assert_transposed(view[:, 3:391, 1:])
         assert_transposed(view[0, :1].expand(300, 4 * side + 3))
     # More rows of tiles than neighbouring blocks take below one another.
-    assert_transposed(random(35 * SHIFTED_ROWS + 1, 2 * side + 1, dtype=dtype))
+    tall = 2**17 // dtype.itemsize + 1
+    assert_transposed(random(tall, side + 1, dtype=dtype))
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,10 @@ from fusedops.bench.goal_run import GoalRun, Reading
 from fusedops.bench.goals import goal
 from fusedops.bench.goals.cuda_quantized import per_group, quantized_error
 from fusedops.bench.goals.cuda_rows import COVERS, MINE, best_peer, measured, rows_beside
-from fusedops.bench.goals.gemm_rows import row_ceilings
 from fusedops.bench.measurement import Outcome
 from fusedops.bench.oracles import within
 from fusedops.bench.peers import act_and_mul_peers, compiled_peers
-from fusedops.bench.roofline import Traffic, floor
+from fusedops.bench.roofline import Traffic, floor, row_ceilings
 from fusedops.epilogue.activations import ACTIVATIONS
 from fusedops.epilogue.outputs import GROUP
 from fusedops.ops.activation import act_and_mul
@@ -115,13 +114,7 @@ def _beside(run: GoalRun) -> dict[str, Callable[[], dict[str, Outcome]]]:
 @goal(
     "cuda.act_quant",
     provider="cuda",
-    covers=(
-        *COVERS,
-        "csrc/activation.cu",
-        "fusedops/ops/activation.py",
-        "fusedops/ops/fused_quantize.py",
-        "fusedops/ops/quantize.py",
-    ),
+    covers=(*COVERS, "csrc/activation.cu"),
 )
 def act_quant(run: GoalRun) -> Reading:
     """The time of the least traffic at the memory's ceiling over ours."""

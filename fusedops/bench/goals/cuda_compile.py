@@ -28,6 +28,7 @@ from fusedops.providers.cuda_quantize import plan_quantize
 from fusedops.providers.cuda_reduce import plan_reduce
 from fusedops.providers.cuda_sampling import plan_top_k
 from fusedops.providers.cuda_transpose import plan_transpose
+from fusedops.providers.cuda_transpose_quantize import plan_transpose_cast, plan_transpose_quantize
 
 __all__ = ["COLD_LIMIT_US", "cold_outcomes", "cold_programs"]
 
@@ -78,6 +79,9 @@ def _launches(gpu: Gpu) -> Iterable[Launch]:
     x = _view(16384, 4096, dtype=torch.bfloat16)
     for granularity in ("token", "block128", "tensor"):
         yield from plan_quantize((x, None, None), gpu, "e4m3", granularity).launches
+    for granularity in ("token", "block128"):
+        yield from plan_transpose_quantize((x, None, None), gpu, "e4m3", granularity).launches
+    yield from plan_transpose_cast((x, None, None), gpu, torch.float32).launches
     yield from plan_act_and_mul((x, None, None), gpu, "silu", "e4m3", "block128").launches
     for bins in (256, 65536, 300_000):
         ids = _view(2**26, dtype=torch.int32)
@@ -108,8 +112,8 @@ def cold_outcomes(
 ) -> dict[str, Outcome]:
     """Microseconds that each file's kernels take to compile, one kernel a program.
 
-    The samples of a file are its kernels. Its slowest one has the bound ``COLD_LIMIT_US``, with
-    ``ok`` or ``missed`` in the notes. What was compiled counts as what the provider ran.
+    The samples of a file are its kernels. Its slowest one has the bound ``COLD_LIMIT_US``. What was
+    compiled counts as what the provider ran.
 
     Args:
         run: the row's.

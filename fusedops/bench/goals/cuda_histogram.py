@@ -28,7 +28,7 @@ from fusedops.ops.histogram import bincount
 
 __all__ = ["SKEWS", "histogram_outcomes", "skew_outcomes"]
 
-_COVERS = (*COVERS, "csrc/histogram.cu", "fusedops/ops/histogram.py")
+_COVERS = (*COVERS, "csrc/histogram.cu")
 _ELEMENTS = {torch.uint8: 1 << 28, torch.int32: 1 << 26, torch.int64: 1 << 25}
 """Elements by dtype: 268 MB each."""
 

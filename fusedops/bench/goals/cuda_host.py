@@ -14,7 +14,7 @@ import torch
 from fusedops.bench.goal_run import GoalRun, Reading
 from fusedops.bench.goals import goal
 from fusedops.bench.goals.cuda_compile import cold_outcomes
-from fusedops.bench.goals.cuda_rows import COVERS, MINE, best_peer, rows_beside
+from fusedops.bench.goals.cuda_rows import MINE, best_peer, rows_beside
 from fusedops.bench.measurement import Failed, Outcome, summarize
 from fusedops.bench.oracles import bitwise
 from fusedops.providers.cuda_base import gpu_of
@@ -74,7 +74,8 @@ def _gpu(run: GoalRun) -> Gpu:
 @goal(
     "cuda.host_us",
     provider="cuda",
-    covers=(*COVERS, "csrc", "fusedops/ops/op.py"),
+    # The operators are called by name.
+    covers=("csrc", *(f"fusedops/ops/{name}.py" for name in ("op", "reduce", "transpose"))),
 )
 def host_us(run: GoalRun) -> Reading:
     """The slower of two operators; the note holds both. Cold compiles are a row beside them."""

@@ -1,13 +1,8 @@
-"""Norms against torch, torch.compile, FlashInfer and QuACK: large, small, and quantized.
-
-Beside the small RMSNorm stand every other norm at the sizes of a decode step, and what small
-kernels cost between two products.
-"""
+"""Norms against torch, torch.compile, FlashInfer and QuACK: large, and quantized."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +13,7 @@ from fusedops.bench.data import Buffers
 from fusedops.bench.goal_run import GoalRun, Reading
 from fusedops.bench.goals import goal
 from fusedops.bench.goals.cuda_quantized import per_token, quantized_error
-from fusedops.bench.goals.cuda_rows import COVERS, MINE, measured, reading, rows_beside
-from fusedops.bench.goals.cuda_visible import VISIBLE_ROWS, visible_outcomes
+from fusedops.bench.goals.cuda_rows import COVERS, MINE, measured, reading
 from fusedops.bench.measurement import Outcome
 from fusedops.bench.oracles import within
 from fusedops.bench.peers import (
@@ -36,23 +30,20 @@ from fusedops.ops.fused_quantize import (
 from fusedops.ops.norm import fused_add_rms_norm, layer_norm, rms_norm
 
 __all__ = [
-    "BESIDE_ROWS",
+    "COLUMNS",
+    "NORM_COVERS",
     "QUANTIZED",
-    "SMALL_ROWS",
     "add_rms_norm_outcomes",
     "layer_norm_outcomes",
     "quantized_outcomes",
     "rms_norm_outcomes",
 ]
 
-_COVERS = (*COVERS, "csrc/norm.cu", "fusedops/ops/norm.py", "fusedops/bench/peers.py")
+NORM_COVERS = (*COVERS, "csrc/norm.cu")
 _EPS = 1e-6
-_ROWS, _COLUMNS = 16384, 4096
-SMALL_ROWS = (1, 4, 16, 64)
-"""Rows of a decode step."""
-
-BESIDE_ROWS = (1, 16, 64)
-"""Those at which every other norm is measured."""
+_ROWS = 16384
+COLUMNS = 4096
+"""Of every row of these goals."""
 
 _ERROR = 2.0**-7
 """Relative error of bfloat16 results: two roundings of 2^-9 each, and one more of a peer's sum."""
@@ -214,57 +205,19 @@ def quantized_outcomes(
 _ONE_SCALE = {"flashinfer": "its quantizing norms take one given scale for all rows"}
 
 
-@goal("cuda.rms_norm", provider="cuda", covers=_COVERS)
+@goal("cuda.rms_norm", provider="cuda", covers=NORM_COVERS)
 def large(run: GoalRun) -> Reading:
     """Every row of a long prefill."""
-    return reading(run, rms_norm_outcomes(run, _ROWS, _COLUMNS))
+    return reading(run, rms_norm_outcomes(run, _ROWS, COLUMNS))
 
 
-@goal("cuda.add_rms_norm", provider="cuda", covers=_COVERS)
+@goal("cuda.add_rms_norm", provider="cuda", covers=NORM_COVERS)
 def large_with_residual(run: GoalRun) -> Reading:
     """The same with the residual's sum."""
-    return reading(run, add_rms_norm_outcomes(run, _ROWS, _COLUMNS))
+    return reading(run, add_rms_norm_outcomes(run, _ROWS, COLUMNS))
 
 
-@goal(
-    "cuda.rms_norm_fp8",
-    provider="cuda",
-    covers=(*_COVERS, "fusedops/ops/fused_quantize.py", "fusedops/ops/quantize.py"),
-)
+@goal("cuda.rms_norm_fp8", provider="cuda", covers=NORM_COVERS)
 def large_quantized(run: GoalRun) -> Reading:
     """The same as e4m3 with a scale a row."""
-    return reading(run, quantized_outcomes(run, _ROWS, _COLUMNS))
-
-
-def _beside(run: GoalRun) -> dict[str, Callable[[], dict[str, Outcome]]]:
-    """Every other norm at the sizes of a decode step, then small kernels between products."""
-    found: dict[str, Callable[[], dict[str, Outcome]]] = {}
-    for rows in BESIDE_ROWS:
-        norms: dict[str, Callable[..., dict[str, Outcome]]] = {
-            "fused_add_rms_norm": add_rms_norm_outcomes,
-            "layer_norm": layer_norm_outcomes,
-            **{name: partial(quantized_outcomes, name=name) for name in QUANTIZED},
-        }
-        for name, outcomes in norms.items():
-            found[f"{name} {rows}"] = partial(outcomes, run, rows, _COLUMNS, hot=True)
-    for rows in VISIBLE_ROWS:
-        found[f"visible {rows}"] = partial(visible_outcomes, run, rows, _COLUMNS)
-    return found
-
-
-@goal(
-    "cuda.rms_norm_small",
-    provider="cuda",
-    covers=(*_COVERS, "csrc/activation.cu", "csrc/quantize.cu", "csrc/rope_append.cu"),
-)
-def small(run: GoalRun) -> Reading:
-    """The slowest of some numbers of rows, whose data lies in the L2 as in a decode step."""
-    found = {
-        rows: reading(run, rms_norm_outcomes(run, rows, _COLUMNS, hot=True)) for rows in SMALL_ROWS
-    }
-    slowest = max(found.values(), key=lambda each: each.value)
-    note = ", ".join(
-        f"{rows} rows {each.value:.2f} us ({each.peer})" for rows, each in found.items()
-    )
-    note = f"{note}; {rows_beside(_beside(run))}"
-    return Reading(slowest.value, slowest.low, slowest.high, peer=slowest.peer, note=note)
+    return reading(run, quantized_outcomes(run, _ROWS, COLUMNS))

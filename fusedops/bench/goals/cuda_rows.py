@@ -15,7 +15,7 @@ from torch import Tensor
 from fusedops.bench.contenders import Contender, measure
 from fusedops.bench.data import Buffers
 from fusedops.bench.goal_run import GoalRun, OutOfTimeError, Reading
-from fusedops.bench.measurement import Absent, Failed, Measurement, Outcome
+from fusedops.bench.measurement import Absent, Bound, Failed, Measurement, Outcome
 from fusedops.bench.peers import COMPILE_BUDGET, Check, compiled_peers, peer_status
 
 __all__ = [
@@ -36,13 +36,8 @@ MINE = "fusedops"
 TABLE_PEERS = ("torch.compile", "flashinfer", "quack", "cub")
 """Peers that every table has beside torch, timed or with the reason why not."""
 
-COVERS = (
-    "csrc/include",
-    "fusedops/jit/bound.py",
-    "fusedops/jit/launch.py",
-    "fusedops/providers/cuda*.py",
-)
-"""What every figure of these kernels depends on, beside its own .cu file."""
+COVERS: tuple[str, ...] = ("csrc/include",)
+"""What every figure of these kernels depends on, beside its own .cu file and what is imported."""
 
 
 def contenders(
@@ -63,15 +58,20 @@ def with_absent(
 
     Args:
         outcomes: what was measured.
-        reasons: peer -> why it takes no part although it is installed; by default it has no such
-            operation. Other names than those of ``TABLE_PEERS`` are added.
+        reasons: peer -> why it takes no part, wherever it is installed; without one it is said
+            why the peer cannot run here, or that it has no such operation. Other names than those
+            of ``TABLE_PEERS`` are added.
     """
     known = reasons or {}
     missing = [name for name in TABLE_PEERS if name not in outcomes]
-    status = peer_status(missing) | {"torch.compile": COMPILE_BUDGET.status()}
+    # The row's own reason goes first: it holds on any machine and at any time of a run.
+    unknown = [name for name in missing if name not in known]
+    status = peer_status(unknown)
+    if "torch.compile" in unknown:
+        status["torch.compile"] = COMPILE_BUDGET.status()
     absent: dict[str, Outcome] = {}
     for name in missing:
-        state = status[name]
+        state = status.get(name)
         reason = known.get(name, "it has no operation like this one")
         absent[name] = state if isinstance(state, Absent) else Absent(reason)
     others = [name for name in known if name not in outcomes and name not in TABLE_PEERS]
@@ -97,26 +97,24 @@ def measured(
 
 
 def bounded(row: Measurement, limit_us: float, value_us: float | None = None) -> Measurement:
-    """A row that is held against a bound, which its notes name with ``ok`` or ``missed``.
+    """A row that is held against a bound.
 
     Args:
         row: as measured.
         limit_us: what ``value_us`` (by default the median) may not exceed.
     """
     value_us = row.median_us if value_us is None else value_us
-    verdict = "ok" if value_us <= limit_us else _MISSED
-    return replace(row, notes=(*row.notes, f"{_BOUND} {limit_us:.10g} us: {verdict}"))
-
-
-_BOUND, _MISSED = "bound", "missed"
+    return replace(row, bound=Bound(limit_us, value_us))
 
 
 def _complaint(row: Outcome) -> str | None:
     """What is to be said about a row of ours that is not as it should be, or None."""
     if not isinstance(row, Measurement):
         return row.reason
-    notes = [note for note in row.notes if note.startswith(_BOUND) and note.endswith(_MISSED)]
-    return f"{row.median_us:.2f} us, {notes[0]}" if notes else None
+    bound = row.bound
+    if bound is None or bound.ok:
+        return None
+    return f"{bound.value_us:.2f} us, bound {bound.limit_us:.10g} us: missed"
 
 
 def rows_beside(rows: Mapping[str, Callable[[], Mapping[str, Outcome]]]) -> str:

@@ -26,7 +26,7 @@ __all__ = ["CUTS", "RADIX_SELECT", "sampling_outcomes", "top_k_outcomes"]
 RADIX_SELECT = "radix select (flashinfer.top_k)"
 """The selection that RAFT's ``select_k`` does: by digits of the keys, from the highest on."""
 
-_COVERS = (*COVERS, "csrc/sampling.cu", "fusedops/ops/sampling.py")
+_COVERS = (*COVERS, "csrc/sampling.cu")
 _SHAPE = (64, 128256)
 _K = 50
 _P = 0.9

@@ -255,7 +255,7 @@ def visible_outcomes(
 
     The product is (rows, columns) by (2 columns, columns) with a residual. Its own time a launch
     is the outcome ``gemm``; the others are differences of rounds. Ours have the bound
-    ``VISIBLE_LIMIT_US`` and ``ok`` or ``missed`` in their notes.
+    ``VISIBLE_LIMIT_US``.
 
     Args:
         run: pins the provider of the small kernels.

@@ -7,11 +7,12 @@ where it is not in an epilogue, RoPE with the paged append, and the choice of a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fusedops.bench.sizes import ModelSizes
 from fusedops.errors import UnsupportedError
 from fusedops.jit.nvrtc import CudaProgram
 from fusedops.providers.cuda_activation import ACT_AND_MUL, plan_act_and_mul
@@ -37,30 +38,11 @@ from fusedops.providers.cuda_rope import (
 from fusedops.providers.cuda_sampling import GREEDY, SAMPLE, plan_greedy, plan_sample
 from fusedops.providers.cuda_sinks import FORMATS, Served
 
-__all__ = ["ModelSizes", "model_programs", "rows_to_plan"]
+__all__ = ["model_programs", "rows_to_plan"]
 
 _PAGE_SIZE = 16
 _BLOCKS_PER_SM = 8
 """Rows beyond so many for each multiprocessor change no layout of csrc/include/row.cuh."""
-
-
-class ModelSizes(Protocol):
-    """What of a decoder's configuration these kernels depend on."""
-
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def n_heads(self) -> int: ...
-    @property
-    def n_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def intermediate_size(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def activation(self) -> str: ...
 
 
 _Call = tuple[Served, Callable[..., CallPlan], tuple[Any, ...]]

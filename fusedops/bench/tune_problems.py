@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
 from fusedops.bench.precompile import H200, Target, layer_problem
 from fusedops.bench.products import Layer
+from fusedops.bench.sizes import DecoderSizes
 from fusedops.config import (
     DECODE_BUCKETS,
     decode_tiles,
@@ -63,31 +64,6 @@ def target_of(device: torch.device) -> Target:
             f"{H200.arch} only."
         )
     return found
-
-
-class DecoderSizes(Protocol):
-    """What of a decoder's configuration its products depend on."""
-
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def n_heads(self) -> int: ...
-    @property
-    def n_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def intermediate_size(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def qkv_bias(self) -> bool: ...
-    @property
-    def o_bias(self) -> bool: ...
-    @property
-    def mlp_bias(self) -> bool: ...
-    @property
-    def activation(self) -> str: ...
 
 
 def decoder_layers(

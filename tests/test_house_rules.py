@@ -31,6 +31,7 @@ IMPORT_ORDER: tuple[frozenset[str], ...] = tuple(
         "quant",
         "nn",
         "bench",
+        "ladders",
         "fusedops",  # the package itself, by its public names
         "serving_demo",
         "cli __main__",

@@ -1,4 +1,4 @@
-"""The command ``fusedops``: doctor, demo, explain, tune, prebuild, cache, bench.
+"""The command ``fusedops``: doctor, demo, explain, tune, prebuild, ladder, cache, bench.
 
 Wrong usage, errors that fusedops raises on purpose, and the operating system's, come out as one
 line ``error: ...`` on stderr with exit code 2; ``FUSEDOPS_DEBUG=1`` shows the traceback instead.
@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 import fusedops
-from fusedops.cli import bench, cache, demo, doctor, explain, prebuild, tune
+from fusedops.cli import bench, cache, demo, doctor, explain, ladder, prebuild, tune
 from fusedops.cli.output import print_error
 from fusedops.cli.usage import EXIT_BAD_INPUT, UsageError, help_when_alone, usage_line
 from fusedops.errors import FusedOpsError
@@ -55,6 +55,7 @@ app.command()(demo.demo)
 app.command()(explain.explain)
 app.command()(tune.tune)
 app.command()(prebuild.prebuild)
+app.command()(ladder.ladder)
 app.add_typer(cache.app, name="cache")
 app.add_typer(bench.app, name="bench")
 

@@ -58,7 +58,7 @@ def _check(results: tuple[Tensor, ...], x: Tensor, bins: int) -> str | None:
     return bitwise(results[0].to(torch.int64), expected)
 
 
-def _cub(bins: int, check: Callable[..., str | None]) -> Contender:
+def cub_contender(bins: int, check: Callable[..., str | None]) -> Contender:
     """CUB's even histogram, with its temporary storage allocated before it is timed."""
     import numpy as np
 
@@ -109,7 +109,7 @@ def histogram_outcomes(
         *compiled_peers(scattered, check),
     ]
     if isinstance(peer_status(["cub"])["cub"], Available):
-        found.append(_cub(bins, check))
+        found.append(cub_contender(bins, check))
     name = str(dtype).removeprefix("torch.")
     return measured(run, f"{count} {name} into {bins}", found, make)
 

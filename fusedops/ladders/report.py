@@ -1,0 +1,140 @@
+"""Results of ladders as data: rows with times, counters and walls, read back from JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fusedops.bench.environment import Environment, repository_root
+from fusedops.bench.files import read_json
+from fusedops.bench.measurement import Measurement, Outcome, outcome_from_json
+from fusedops.bench.roofline import Ceilings, floor
+from fusedops.errors import ConfigError, LoadError
+from fusedops.ladders.counters import Counters
+from fusedops.ladders.model import Problem
+from fusedops.ladders.walls import wall_of
+
+__all__ = [
+    "SCHEMA",
+    "Report",
+    "ResultRow",
+    "ceilings_to_json",
+    "committed_reports",
+    "derived",
+    "read_report",
+]
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class ResultRow:
+    """A step on a problem, as recorded.
+
+    Attributes:
+        outcome: its time, or why there is none.
+        counters: of its longest kernel, or None.
+        counters_absent: why there are none; empty where there are, or where no time is.
+        bytes_per_s: the problem's least bytes over the time.
+        operations_per_s: the problem's operations over the time.
+        of_ceiling: the floor over the time; 1 is the measured ceiling.
+        intensity: operations a byte: of memory where that was counted, else of the least traffic.
+        wall: by rule; empty where no rule can tell.
+    """
+
+    outcome: Outcome
+    counters: Counters | None = None
+    counters_absent: str = ""
+    bytes_per_s: float | None = None
+    operations_per_s: float | None = None
+    of_ceiling: float | None = None
+    intensity: float | None = None
+    wall: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """All results of a GPU.
+
+    Attributes:
+        environment: where they come from.
+        ceilings: of that GPU.
+        ladders: ladder -> problem -> step's id -> row.
+    """
+
+    environment: Environment
+    ceilings: Ceilings
+    ladders: Mapping[str, Mapping[str, Mapping[str, ResultRow]]]
+
+
+def ceilings_to_json(limits: Ceilings) -> dict[str, Any]:
+    """A JSON object with the fields."""
+    return {**asdict(limits), "details": list(limits.details)}
+
+
+def derived(
+    problem: Problem, outcome: Outcome, counters: Counters | None, limits: Ceilings
+) -> dict[str, Any]:
+    """The fields of a row that follow from its time and counters; none without a time."""
+    if not isinstance(outcome, Measurement):
+        return {}
+    traffic = problem.traffic
+    moved = traffic.read_bytes + traffic.write_bytes
+    counted = counters.dram_bytes if counters is not None else None
+    wall = wall_of(outcome, traffic, problem.operations, limits, counters)
+    return {
+        "bytes_per_s": moved / outcome.median_us * 1e6,
+        "operations_per_s": problem.operations / outcome.median_us * 1e6,
+        "of_ceiling": floor(traffic, limits).fraction(outcome.median_us),
+        "intensity": problem.operations / (counted or moved),
+        "wall": wall.value if wall is not None else "",
+    }
+
+
+def _row(data: dict[str, Any]) -> ResultRow:
+    names = ("bytes_per_s", "operations_per_s", "of_ceiling", "intensity", "wall")
+    return ResultRow(
+        outcome_from_json(data["outcome"]),
+        Counters.from_json(data["counters"]) if "counters" in data else None,
+        data.get("counters_absent", ""),
+        **{name: data[name] for name in names if name in data},
+    )
+
+
+def read_report(path: Path) -> Report:
+    """The results in a file.
+
+    Raises:
+        LoadError: the file is missing, damaged, incomplete or of another schema.
+    """
+    data = read_json(path)
+    if not data:
+        raise LoadError(f"{path}: no results there; run `fusedops ladder` on a GPU.")
+    if data.get("schema") != SCHEMA:
+        raise LoadError(
+            f"{path}: schema {data.get('schema')!r}; this version reads {SCHEMA}. Remove the file "
+            "and run again."
+        )
+    try:
+        limits = {**data["ceilings"], "details": tuple(data["ceilings"]["details"])}
+        return Report(
+            Environment(**data["environment"]),
+            Ceilings(**limits),
+            {
+                ladder: {
+                    problem: {step: _row(row) for step, row in rows.items()}
+                    for problem, rows in problems.items()
+                }
+                for ladder, problems in data["ladders"].items()
+            },
+        )
+    except (KeyError, TypeError, AttributeError, ConfigError) as error:
+        raise LoadError(f"{path}: incomplete results: {error!r}.") from error
+
+
+def committed_reports(root: Path | None = None) -> list[Path]:
+    """Files of results that come with the checkout, one a GPU; a wheel has none."""
+    root = root or repository_root()
+    return [] if root is None else sorted((root / "reports").glob("*/ladders.json"))

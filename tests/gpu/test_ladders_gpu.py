@@ -1,0 +1,120 @@
+"""Every step of every ladder gives torch's result, in eager launches and as a run records it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fusedops.bench.data import Buffers, poison
+from fusedops.bench.environment import collect_environment
+from fusedops.bench.measurement import Absent, Measurement
+from fusedops.bench.peers import Available, peer_status
+from fusedops.bench.roofline import Ceilings
+from fusedops.bench.timer import Protocol
+from fusedops.ladders import built, load_ladder
+from fusedops.ladders.model import Ladder, Problem, Step
+from fusedops.ladders.profiled import run_profiled
+from fusedops.ladders.runner import Runner, Task
+from fusedops.providers.base import use_provider
+
+COVERS = (
+    "csrc/include",
+    "csrc/ladders",
+    "csrc/transpose.cu",
+    "csrc/reduce.cu",
+    "csrc/histogram.cu",
+    "fusedops/ladders",
+)
+
+pytestmark = pytest.mark.gpu
+
+STEPS = [(name, step) for name in built() for step in load_ladder(name).steps]
+SMALL = {"transpose": 256, "reduce": 1_000_003, "histogram": 1_000_003}
+SIZES = {"reduce": (1, 255, 4_099), "histogram": (1, 15, 33_333)}
+
+
+def skip_unless_it_can_run(step: Step) -> None:
+    """Skip a step whose peer is absent or that needs a newer GPU."""
+    if step.peer:
+        status = peer_status([step.peer])[step.peer]
+        if not isinstance(status, Available):
+            pytest.skip(f"{step.peer}: {status.reason}")
+    if torch.cuda.get_device_capability() < step.capability:
+        pytest.skip(f"needs compute capability {step.capability}")
+
+
+def verdict(step: Step, problem: Problem, buffers: Buffers) -> str | None:
+    """What is wrong with the step's result, run twice on poisoned outputs."""
+    state = buffers if step.prepare is None else step.prepare(buffers)
+    with use_provider("cuda", strict=True) as usage:
+        for _ in range(2):
+            for output in buffers.outputs:
+                poison(output)
+            result = step.run(state)
+            results = buffers.outputs if result is None else result
+            found = problem.check(results if isinstance(results, tuple) else (results,), buffers)
+            if found is not None:
+                return found
+    if step.operation:
+        assert usage.count(step.operation, "cuda") == 2
+    return None
+
+
+@pytest.mark.parametrize(("name", "step"), STEPS, ids=[step.id for _, step in STEPS])
+def test_a_step_equals_torch(name: str, step: Step) -> None:
+    skip_unless_it_can_run(step)
+    ladder = load_ladder(name)
+    for size in (SMALL[name], *SIZES.get(name, ())):
+        for problem in ladder.problems(size):
+            buffers = problem.make(torch.Generator("cuda").manual_seed(size))
+            assert verdict(step, problem, buffers) is None, (problem.name, size)
+
+
+@pytest.mark.parametrize("step", load_ladder("transpose").steps, ids=lambda step: step.id)
+def test_a_transpose_takes_matrices_that_are_not_square(step: Step) -> None:
+    skip_unless_it_can_run(step)
+    problem = load_ladder("transpose").problems(64)[0]
+    for rows, columns in ((64, 1024), (1344, 128)):
+        x = torch.randn(rows, columns, device="cuda")
+        buffers = Buffers((x,), (torch.empty(columns, rows, device="cuda"),))
+        assert verdict(step, problem, buffers) is None, (rows, columns)
+
+
+def test_the_second_pass_is_bitwise_repeatable() -> None:
+    ladder = load_ladder("reduce")
+    step = next(each for each in ladder.steps if each.id == "reduce.v8")
+    buffers = ladder.problems(5_000_001)[0].make(torch.Generator("cuda").manual_seed(3))
+    assert step.prepare is not None
+    state = step.prepare(buffers)
+    first = torch.as_tensor(step.run(state)).clone()
+    assert all(torch.equal(torch.as_tensor(step.run(state)), first) for _ in range(20))
+
+
+@pytest.mark.parametrize("name", built())
+def test_the_process_that_is_profiled_runs_its_steps(name: str) -> None:
+    ladder = load_ladder(name)
+    problem = ladder.problems(ladder.size)[0].name
+    here = torch.cuda.get_device_capability()
+    own = [step for step in ladder.steps if not step.peer and step.capability <= here]
+    run_profiled(name, problem, [step.id for step in own])
+
+
+@pytest.mark.parametrize("name", built())
+def test_a_run_records_every_step(name: str, tmp_path: Path) -> None:
+    ladder: Ladder = load_ladder(name)
+    protocol = Protocol(samples=3, min_samples=1, cap_s=0.1, settle_max_s=0.05)
+    limits = Ceilings(torch.cuda.get_device_name(), 4e12, 3.5e12, 700e12, 1.2)
+    device = torch.device("cuda", torch.cuda.current_device())
+    runner = Runner(tmp_path, collect_environment(), device, protocol, read=None, limits=limits)
+    problem = ladder.problems(1024 if name == "transpose" else 1 << 22)[0]
+    tasks = [Task(ladder, problem, step) for step in ladder.steps]
+    rows = runner.run(tasks, lambda what, rows: None).ladders[name][problem.name]
+    wrong = {
+        step: row.outcome
+        for step, row in rows.items()
+        if not isinstance(row.outcome, Measurement | Absent)
+    }
+    assert not wrong
+    assert list(rows) == sorted(step.id for step in ladder.steps)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedops.check import require_integer
+from fusedops.check import require_bool, require_integer
 from fusedops.epilogue.chain import Epilogue
 from fusedops.epilogue.spec import forget_when_redefined
 from fusedops.errors import DeviceError
@@ -358,6 +358,7 @@ def explain_problem(
     for name, size in (("M", m), ("N", n), ("K", k)):
         require_integer("explain", name, size, 0)
     require_x_dtype(dtype)
+    require_bool("explain", batch_invariant=batch_invariant)
     chain, ahead = as_epilogue(epilogue), as_prologue(prologue)
     spec = cached_spec((n, k), chain, dtype, out_dtype, ahead, batch_invariant)
     spec.check_prologue(dtype)

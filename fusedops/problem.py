@@ -17,6 +17,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from fusedops.check import require_bool
 from fusedops.epilogue.base import FLOAT_DTYPES, Context, Operand
 from fusedops.epilogue.chain import NO_EPILOGUE, Epilogue
 from fusedops.epilogue.spec import (
@@ -52,6 +53,7 @@ class GemmSpec:
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
+        require_bool("gemm", batch_invariant=self.batch_invariant)
         names = self.operand_names
         repeated = {name for name in names if names.count(name) > 1}
         if repeated:

@@ -9,6 +9,7 @@ from torch import Tensor
 import fusedops
 from fusedops.config import decode_tiles, prefill_tiles
 from fusedops.errors import ConfigError, UnsupportedError
+from fusedops.gemm import explain_problem
 from fusedops.problem import GemmProblem, GemmSpec
 from fusedops.providers.cutlass import choose_candidate
 
@@ -37,6 +38,53 @@ def test_rows_do_not_depend_on_the_rows_beside_them(dtype: torch.dtype) -> None:
     plain = fusedops.gemm(x, w, CHAIN, [bias, residual])
     assert isinstance(plain, Tensor)
     torch.testing.assert_close(whole, plain, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("n", [1, 7, 15, 17, 31, 100, 513])
+@pytest.mark.parametrize(
+    "chain",
+    [
+        *(f"act({f})" for f in ("silu", "gelu", "gelu_tanh", "quick_gelu", "sigmoid")),
+        "bias|tap(mid,f32)|act(silu)|quantize(e4m3,group128)",
+        "softcap(30.0)|residual",
+    ],
+)
+def test_functions_do_not_depend_on_the_place_in_the_tensor(chain: str, n: int) -> None:
+    x, w, bias, residual = inputs(9, torch.bfloat16, n, 40)
+    operands = {"bias": bias, "residual": residual}
+
+    def results(first: int, last: int) -> list[Tensor]:
+        given = {
+            name: tensor if name == "bias" else tensor[first:last]
+            for name, tensor in operands.items()
+            if name in chain
+        }
+        rows = x[first:last].view(1, last - first, -1)
+        y = fusedops.gemm(rows, w, chain, _shaped(given, last - first), batch_invariant=True)
+        return [y] if isinstance(y, Tensor) else list(y)
+
+    whole = results(0, 9)
+    for first, last in ((0, 1), (2, 4), (3, 9)):
+        for of_all, of_part in zip(whole, results(first, last), strict=True):
+            # Scales of groups have their rows last.
+            is_scale = of_all.dim() == 2
+            rows = of_all[:, first:last] if is_scale else of_all[:, first:last, :]
+            assert torch.equal(rows.float(), of_part.float())
+
+
+def _shaped(operands: dict[str, Tensor], m: int) -> dict[str, Tensor]:
+    """A residual as the result's leading dimensions are."""
+    return {k: v.view(1, m, -1) if v.dim() == 2 else v for k, v in operands.items()}
+
+
+def test_one_is_not_true_whatever_was_called_before() -> None:
+    x, w, _, _ = inputs(2, torch.float32)
+    fusedops.gemm(x, w, batch_invariant=True)
+    for value in (1, [], 2, "yes"):
+        with pytest.raises(ConfigError, match="batch_invariant is"):
+            fusedops.gemm(x, w, batch_invariant=value)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="batch_invariant is"):
+            explain_problem(3, 6, 8, batch_invariant=value)  # type: ignore[arg-type]
 
 
 def test_no_rows() -> None:

@@ -42,8 +42,14 @@ def test_old_results_are_weights_like_others(settled: list[torch.device]) -> Non
     assert not settled
 
 
-def test_memory_of_the_record_is_bounded(settled: list[torch.device]) -> None:
-    for size in range(3):
-        recent._written.update({-1 - n - size * 10_000: 0 for n in range(recent._ENTRY_LIMIT)})
-        recent.note_written([torch.empty(1)])
-        assert len(recent._written) == 1
+def test_memory_of_the_record_is_bounded_and_what_is_recent_stays(
+    settled: list[torch.device],
+) -> None:
+    weight = torch.empty(8)
+    recent.note_written([weight])
+    old = recent._launches - 2 * recent._WINDOW
+    recent._written.update({-1 - n: old for n in range(recent._ENTRY_LIMIT)})
+    recent.note_written([torch.empty(1)])
+    assert len(recent._written) == 2
+    recent.settle(weight)
+    assert settled

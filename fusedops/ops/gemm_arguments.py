@@ -98,7 +98,8 @@ def _require_out_dtype(out_dtype: torch.dtype | None) -> None:
         raise ConfigError(f"gemm: out_dtype={out_dtype!r}; accepted are {accepted}, or None.")
 
 
-@lru_cache(maxsize=4096)
+# Typed, for 1 == True.
+@lru_cache(maxsize=4096, typed=True)
 def cached_spec(
     weight: WeightFormat | tuple[int, ...],
     epilogue: Epilogue | str | None,
@@ -115,7 +116,6 @@ def cached_spec(
     if out_dtype is None:
         wide = x_dtype if x_dtype.is_floating_point and x_dtype.itemsize > 1 else torch.bfloat16
         out_dtype = chain.result_dtype(wide)
-    require_bool("gemm", batch_invariant=batch_invariant)
     return GemmSpec(form, chain, out_dtype, as_prologue(prologue), batch_invariant)
 
 

@@ -27,7 +27,7 @@ from fusedops.providers.cuda_base import (
     view_of,
 )
 from fusedops.providers.cuda_plan import VECTOR_BYTES, Gpu, Launch
-from fusedops.providers.recent import note_written
+from fusedops.providers.recent import note_written, storages
 
 __all__ = ["CallPlan", "CudaCall", "float64_bits", "most_shared_bytes"]
 
@@ -123,7 +123,8 @@ class CudaCall:
         else:
             with torch.cuda.device(entry.device):
                 entry.launch(addresses)
-        note_written(results)
+        # Without a result of its own a call writes into its arguments.
+        note_written(results or storages(t for t in tensors if t is not None))
         return results
 
     def prepared(

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusedops.epilogue.base import FLOAT_DTYPES
+from fusedops.epilogue.base import FLOAT_DTYPES, Operand
 from fusedops.epilogue.nodes import Bias, Residual
 from fusedops.errors import ShapeError
 from fusedops.problem import GemmProblem, GemmSpec
@@ -161,20 +161,62 @@ class ReferenceProvider:
         direct = self._direct(problem)
         if direct is not None:
             return _run_direct(problem, direct)
-        spec, m, k = problem.spec, problem.m, problem.spec.k
+        spec, m = problem.spec, problem.m
+        by_row = spec.batch_invariant and m > 1
 
         def run(
             x: Tensor, w: Tensor, operands: Sequence[Tensor | None], out: Sequence[Tensor] | None
         ) -> list[Tensor]:
-            context = spec.context(operands, m)
-            rows = x.reshape(m, k)
-            # torch's order of summation depends on the number of rows.
-            parts = rows.split(1) if spec.batch_invariant and m else [rows]
-            accumulator = torch.cat([spec.weight.accumulate(part, w, context) for part in parts])
-            main = spec.epilogue.reference(accumulator, context)
-            return deliver(spec, x, [main, *context.outputs], out)
+            rows = x.reshape(m, spec.k)
+            if by_row:
+                return _row_by_row(
+                    spec, rows, w, operands, spec.allocate(x) if out is None else out
+                )
+            return deliver(spec, x, _reference(spec, rows, w, operands), out)
 
         return run
+
+
+def _reference(
+    spec: GemmSpec, rows: Tensor, w: Tensor, operands: Sequence[Tensor | None]
+) -> list[Tensor]:
+    context = spec.context(operands, len(rows))
+    accumulator = spec.weight.accumulate(rows, w, context)
+    return [spec.epilogue.reference(accumulator, context), *context.outputs]
+
+
+def _row_by_row(
+    spec: GemmSpec,
+    rows: Tensor,
+    w: Tensor,
+    operands: Sequence[Tensor | None],
+    results: Sequence[Tensor],
+) -> list[Tensor]:
+    """One row after the other into ``results``: torch's sums and last bits depend on M.
+
+    It computes a function by vectors up to where a tensor or a thread's share of it ends, and the
+    rest otherwise.
+    """
+    m = len(rows)
+
+    def of_row(operand: Operand, tensor: Tensor | None, i: int) -> Tensor | None:
+        if tensor is None or operand.axis not in ("m", "mn"):
+            return tensor
+        flat = tensor.reshape(m, tensor.shape[-1]) if operand.axis == "mn" else tensor.reshape(-1)
+        return flat[i : i + 1]
+
+    if w.dtype not in (torch.int8, torch.float32):
+        # Once, not for every row; products of int8 are summed in float64.
+        rows, w = rows.float(), w.float()
+    for i in range(m):
+        given = [of_row(*pair, i) for pair in zip(spec.operands, operands, strict=True)]
+        parts = _reference(spec, rows[i : i + 1], w, given)
+        for result, part in zip(results, parts, strict=True):
+            columns = part.shape[-1]
+            whole = result.view(m, columns) if result.shape[-1] == columns else result
+            axis = next(d for d in range(part.dim()) if whole.shape[d] != part.shape[d])
+            whole.narrow(axis, i, 1).copy_(part)
+    return list(results)
 
 
 class CublasProvider:

@@ -28,7 +28,9 @@ def note_written(results: Iterable[Tensor | UntypedStorage]) -> None:
     global _launches
     _launches += 1
     if len(_written) >= _ENTRY_LIMIT:
-        _written.clear()
+        for address, launch in tuple(_written.items()):
+            if _launches - launch > _WINDOW:
+                _written.pop(address, None)
     for result in results:
         _written[result.data_ptr()] = _launches
 

@@ -251,6 +251,23 @@ def test_a_weight_made_by_the_call_before_is_read_when_it_stands(
         assert torch.equal(results[0], (x.double() @ source.double()).bfloat16())
 
 
+@EACH_KERNEL
+def test_a_weight_written_in_place_by_the_call_before_is_read_when_it_stands(provider: str) -> None:
+    n, k = 8192, 4096
+    x = torch.randint(-2, 3, (4, k), device="cuda").bfloat16()
+    weight = torch.ones(k, device="cuda", dtype=torch.bfloat16)
+    spec = str(GemmSpec(Dense(n, k), Epilogue(()), torch.bfloat16))
+    for _ in range(8):
+        added, w = (torch.randint(-2, 3, (n, k), device="cuda").bfloat16() for _ in range(2))
+        total = added + w
+        with fusedops.use_provider("cuda"):
+            fusedops.fused_add_rms_norm_(added, w, weight)
+        with fusedops.use_provider(provider):
+            y = op(x, w, [], spec)[0]
+        assert torch.equal(w, total)
+        assert torch.equal(y, (x.double() @ total.double().t()).bfloat16())
+
+
 @EACH_PROVIDER
 @pytest.mark.parametrize("n", [384, 1024])
 def test_b28_replays_equal_eager_whatever_memory_held(provider: str, n: int) -> None:

@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedops.errors import ConfigError, DeviceError, DTypeError, LayoutError, ShapeError
+from fusedops.errors import (
+    ConfigError,
+    DeviceError,
+    DTypeError,
+    LayoutError,
+    ShapeError,
+    UnsupportedError,
+)
 
 __all__ = [
     "ACTIVATION_DTYPES",
@@ -32,6 +39,7 @@ __all__ = [
     "require_same_device",
     "require_shape",
     "require_tensor",
+    "require_updatable",
 ]
 
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -115,10 +123,28 @@ def _is_integer(value: object) -> bool:
     return isinstance(value, (numbers.Integral, torch.SymInt)) and not isinstance(value, bool)
 
 
+def _is_int64(value: object) -> bool:
+    # A symbolic one has 64 bits, and comparing it would guard on its value.
+    return _is_integer(value) and (
+        isinstance(value, torch.SymInt) or -(2**63) <= value < 2**63  # type: ignore[operator]
+    )
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, torch.SymFloat) or (
         isinstance(value, (numbers.Real, torch.SymInt)) and not isinstance(value, bool)
     )
+
+
+def _is_float64(value: object) -> bool:
+    if not _is_number(value):
+        return False
+    if isinstance(value, int):
+        try:
+            float(value)
+        except OverflowError:
+            return False
+    return True
 
 
 def _is_list_of(kind: Callable[[object], bool]) -> Callable[[object], bool]:
@@ -139,10 +165,10 @@ _SCHEMA_TYPES: dict[str, tuple[Callable[[object], bool], str]] = {
     ),
     "str": (lambda value: isinstance(value, str), "a str"),
     "bool": (lambda value: isinstance(value, bool), "True or False"),
-    "int": (_is_integer, "an integer"),
-    "float": (_is_number, "a number"),
-    "Optional[List[int]]": (_or_none(_is_list_of(_is_integer)), "integers or None"),
-    "Optional[List[float]]": (_or_none(_is_list_of(_is_number)), "numbers or None"),
+    "int": (_is_int64, "an integer of 64 bits"),
+    "float": (_is_float64, "a number that a float64 holds"),
+    "Optional[List[int]]": (_or_none(_is_list_of(_is_int64)), "integers of 64 bits or None"),
+    "Optional[List[float]]": (_or_none(_is_list_of(_is_float64)), "numbers or None"),
     "ScalarType": (lambda value: isinstance(value, torch.dtype), "a torch.dtype"),
 }
 """Each type in the operators' schemas: whether a value is of it, and what messages call it."""
@@ -213,8 +239,21 @@ def require_shape(
             a == b for a, b in zip(shape, candidate, strict=True)
         ):
             return
-    names = " or ".join(str(tuple(candidate)) for candidate in accepted)
+    names = " or ".join(dict.fromkeys(str(tuple(candidate)) for candidate in accepted))
     raise ShapeError(f"{op}: {name} is {describe(tensor)}; accepted shape: {names} ({why}).")
+
+
+def require_updatable(op: str, name: str, tensor: Tensor) -> None:
+    """Raise UnsupportedError where torch would let nothing write ``tensor``, which ``op`` writes.
+
+    Torch itself says so only at the write, when other arguments have been written already.
+    """
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise UnsupportedError(
+            f"{op}: {name} is {describe(tensor)} and was made under torch.inference_mode(); it is "
+            "written in place, which is accepted only under torch.inference_mode(). Call "
+            f"{op} under it, or make {name} outside of it (under torch.no_grad(), say)."
+        )
 
 
 def require_same_device(op: str, first: str, anchor: Tensor, **others: Tensor | None) -> None:

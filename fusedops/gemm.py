@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedops.check import require_bool, require_integer
+from fusedops.check import require_bool, require_integer, require_updatable
 from fusedops.epilogue.chain import Epilogue
 from fusedops.epilogue.spec import forget_when_redefined
 from fusedops.errors import DeviceError
@@ -24,11 +24,11 @@ from fusedops.ops.gemm_arguments import (
     as_epilogue,
     as_prologue,
     cached_spec,
+    form_of,
     ordered,
     require_out_apart,
     require_types,
     require_x_dtype,
-    shape_of,
     spec_text,
 )
 from fusedops.ops.op import LIBRARY, ignore_autocast, refuse_grad, refuse_layouts
@@ -151,7 +151,7 @@ def _run(
     out: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
     if torch.is_grad_enabled():
-        refuse_grad("gemm", (x, w, operands))
+        refuse_grad("gemm", (x, w, operands, out))
     policy = current_policy()
     try:
         key = _key(spec, policy, x, w, operands, out)
@@ -173,6 +173,8 @@ def _run(
 def _run_out(
     x: Tensor, w: Tensor, operands: Sequence[Tensor | None], spec: str, out: Sequence[Tensor]
 ) -> None:
+    for number, result in enumerate(out):
+        require_updatable("gemm", f"out[{number}]" if number else "out", result)
     axes = [operand.axis for operand in GemmSpec.parse(spec).operands]
     require_out_apart(x, w, operands, axes, out)
     _run(x, w, operands, spec, out)
@@ -240,11 +242,12 @@ def gemm(
 
     Raises:
         ShapeError, DTypeError, LayoutError, DeviceError, ConfigError: what was got and is accepted.
-        UnsupportedError: no provider serves it, or an input requires grad while grad mode is on.
+        UnsupportedError: no provider serves it; an input or out requires grad while grad mode is
+            on; out was made under ``torch.inference_mode()`` and is used outside of it.
     """
     try:
         text, names = spec_text(
-            weight or shape_of(w), epilogue, x.dtype, out_dtype, prologue, batch_invariant
+            form_of(weight, w), epilogue, x.dtype, out_dtype, prologue, batch_invariant
         )
         tensors = ordered(text, names, operands)
         if out is None:
@@ -318,9 +321,7 @@ def explain(
 ) -> Explanation:
     """What ``gemm`` with these arguments would run, without running it; raises as it would."""
     require_types(x, w, (weight, epilogue, out_dtype, prologue, batch_invariant), operands)
-    spec = cached_spec(
-        weight or tuple(w.shape), epilogue, x.dtype, out_dtype, prologue, batch_invariant
-    )
+    spec = cached_spec(form_of(weight, w), epilogue, x.dtype, out_dtype, prologue, batch_invariant)
     tensors = ordered(spec.text, spec.operand_names, operands)
     spec.check(x, w, tensors)
     return _explain(_problem(spec, x, w, tensors))

@@ -23,6 +23,7 @@ IDS, ONES = torch.zeros(2, dtype=torch.int64), torch.ones(8)
 HEADS, TABLE = torch.randn(2, 2, 4), fusedops.rope_table(4, 8)
 SEED = torch.ones(2, dtype=torch.int64)
 NO_TENSORS = ([1.0, 2.0], 2.0, "x", np.ones((2, 8), np.float32))
+SLOTS, NO_PAGE = torch.zeros(1, 4, 2, 4), torch.zeros(2, 0, dtype=torch.int32)
 OPTIONAL = {
     "gemm operand",  # a forgotten one has words of its own
     "gemm operand 0",
@@ -117,7 +118,7 @@ def test_none_in_a_direct_call_of_an_operator_is_named(name: str) -> None:
         for argument in op._schema.arguments
         for kind in (str(argument.real_type),)
     ]
-    with pytest.raises(DTypeError, match=rf"{name}: \w+ is None \(NoneType\)"):
+    with pytest.raises(DTypeError, match=rf"^{OPS[name].public}: \w+ is None \(NoneType\)"):
         op(*args)
     with pytest.raises(DTypeError, match=r"gemm: x is None \(NoneType\)"):
         torch.ops.fusedops.gemm(None, W, [], "none > dense(4,8) > none > f32")
@@ -152,6 +153,10 @@ def test_sparse_and_nested_tensors_are_refused(name: str, layout: str) -> None:
     accepted = rf"{argument}\S* ?\S* is a tensor of layout {layout}; accepted: .*dense"
     with pytest.raises(LayoutError, match=accepted):
         TENSOR_CALLS[name](value)
+
+
+def decode(**options: Any) -> torch.Tensor:
+    return fusedops.paged_attention(HEADS, SLOTS, SLOTS, NO_PAGE, IDS.int(), **options)
 
 
 OPTION_CALLS: dict[str, Callable[[], Any]] = {
@@ -204,6 +209,26 @@ OPTION_CALLS: dict[str, Callable[[], Any]] = {
     "lm_head": lambda: fusedops.convert(torch.nn.Linear(2, 2).eval(), lm_head="no"),
     "strict": lambda: fusedops.convert(torch.nn.Linear(2, 2).eval(), strict="no"),
     "strict ": lambda: fusedops.use_provider("reference", strict="no").__enter__(),
+    "dtype    ": lambda: fusedops.transpose(X, 5),
+    "dtype     ": lambda: fusedops.transpose(X, True),
+    "dtype      ": lambda: fusedops.transpose(X, -1),
+    "dtype       ": lambda: fusedops.dequantize(X.to(torch.int8), B, 5),
+    "window": lambda: decode(window=torch.int8),
+    "window ": lambda: decode(window=2**63),
+    "window  ": lambda: decode(window=torch.tensor(1)),
+    "max_query_len": lambda: decode(max_query_len=torch.int8),
+    "bins   ": lambda: fusedops.histogram(X, torch.int8),
+    "bins    ": lambda: fusedops.bincount(IDS, -(2**63) - 1),
+    "dim          ": lambda: fusedops.reduce(X, "sum", dim=2**70),
+    "eps  ": lambda: fusedops.rms_norm(X, ONES, 10**400),
+    "weight  ": lambda: fusedops.gemm(X, W, weight=torch.randn(3)),
+    "weight   ": lambda: fusedops.gemm(X, W, weight=False),
+    "weight    ": lambda: fusedops.gemm(X, W, weight=0),
+    "weight     ": lambda: fusedops.gemm(X, W, weight=""),
+    "weight      ": lambda: fusedops.gemm(X, W, weight=[]),
+    "weight       ": lambda: fusedops.gemm(X, W, weight=(4, 8)),
+    "weight        ": lambda: fusedops.explain(X, W, weight=torch.randn(3)),
+    "weight         ": lambda: fusedops.explain(X, W, weight=()),
     "truncate": lambda: fusedops.RopeScaling("linear", 2.0, truncate="no"),
 }
 

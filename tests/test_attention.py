@@ -454,3 +454,53 @@ def test_b39_a_compiled_decoder_layer_keeps_its_effects_at_any_m(backend: str) -
         for one, other, before in zip(ours, eager, inputs, strict=True):
             assert torch.equal(one, other)
             assert not torch.equal(one, before)
+
+
+@EACH_FORM
+@EACH_LAYOUT
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("which", ["k_cache", "v_cache"])
+@pytest.mark.parametrize(
+    ("options", "place", "unclean"),
+    [
+        ({}, 8, [1, 2]),  # the second last of the queries at 7, 8 and 9
+        ({"window": 3}, 6, [0, 1]),
+        ({"window": 3, "softcap": 5.0}, 0, []),
+        ({"window": 2, "causal": False}, 6, [0]),
+    ],
+)
+def test_a_masked_key_does_not_show(
+    form: Form,
+    layout: str,
+    garbage: float,
+    which: str,
+    options: dict[str, Any],
+    place: int,
+    unclean: list[int],
+) -> None:
+    batch = paged_batch([10, 7], [3, 7], page_size=4, layout=layout)
+    clean = form(batch, mixed=True, **options)
+    cache = slots_view(getattr(batch, which), layout)
+    cache[int(batch.block_table[0, place // 4]), place % 4, 0, 1] = garbage
+    heads = batch.q.shape[1] // cache.shape[2]  # those that share the KV head
+    got = form(batch, mixed=True, **options)
+    attended = torch.zeros(got.shape, dtype=torch.bool)
+    attended[unclean, :heads] = True
+    if which == "v_cache":
+        assert torch.equal(
+            got[attended].isfinite().logical_not().any(), torch.tensor(bool(unclean))
+        )
+        attended[..., [0, *range(2, got.shape[2])]] = False
+        bad = got[attended]
+        assert bad.isnan().all() if math.isnan(garbage) else (bad == garbage).all()
+    torch.testing.assert_close(got[~attended], clean[~attended], rtol=0, atol=2e-6)
+
+
+def test_a_masked_value_does_not_show_in_a_whole_prompt() -> None:
+    """Where torch's own attention is called, without a mask to look at."""
+    batch = paged_batch([6], [6], page_size=4)
+    clean = by_op(batch, mixed=True)
+    slots_view(batch.v_cache, "NHD")[int(batch.block_table[0, 1]), 0] = math.nan
+    got = by_op(batch, mixed=True)
+    torch.testing.assert_close(got[:4], clean[:4], rtol=0, atol=2e-6)
+    assert got[4:].isnan().all()

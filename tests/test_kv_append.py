@@ -259,16 +259,31 @@ def test_checked_and_unchecked_forms_agree(
 
 
 @EACH_LAYOUT
-def test_a_page_of_the_cache_itself_can_be_appended(layout: str) -> None:
-    k_cache, v_cache = (normal(*caches(layout)[0].shape, seed=seed) for seed in (1, 2))
-    first = [slots_view(cache, layout)[0] for cache in (k_cache, v_cache)]
-    wanted = [page.clone() for page in first]
-    positions = torch.arange(PAGE_SIZE)
-    requests = torch.zeros(PAGE_SIZE, dtype=torch.int32)
-    append_paged_kv(*first, k_cache, v_cache, table(1), requests, positions, layout=layout)
-    for cache, page in zip((k_cache, v_cache), wanted, strict=True):
+@pytest.mark.parametrize(("of_k", "of_v"), [(0, 1), (1, 0), (0, 0), (1, 1)])
+def test_pages_of_the_caches_themselves_can_be_appended(layout: str, of_k: int, of_v: int) -> None:
+    """Also one cache's page to the other: both tokens are read before either cache is written."""
+    pair = [normal(*caches(layout)[0].shape, seed=seed) for seed in (1, 2)]
+    pages = [slots_view(cache, layout)[0] for cache in pair]
+    wanted = [pages[of].clone() for of in (of_k, of_v)]
+    kept = [page.clone() for page in pages]
+    metadata = table(1), torch.zeros(PAGE_SIZE, dtype=torch.int32), torch.arange(PAGE_SIZE)
+    append_paged_kv(pages[of_k], pages[of_v], *pair, *metadata, layout=layout)
+    for cache, page, first in zip(pair, wanted, kept, strict=True):
         assert torch.equal(slots_view(cache, layout)[7], page)
-        assert torch.equal(slots_view(cache, layout)[0], page)
+        assert torch.equal(slots_view(cache, layout)[0], first)
+
+
+@EACH_LAYOUT
+def test_a_page_can_be_appended_to_itself(layout: str) -> None:
+    """A slot of the cache is read and written by one call: what stood there is what is written."""
+    pair = [normal(*caches(layout)[0].shape, seed=seed) for seed in (1, 2)]
+    views = [slots_view(cache, layout) for cache in pair]
+    backwards = [view[7].clone() for view in views]
+    positions = torch.arange(PAGE_SIZE).flip(0)
+    metadata = table(1), torch.zeros(PAGE_SIZE, dtype=torch.int32), positions
+    append_paged_kv(views[0][7], views[1][7], *pair, *metadata, layout=layout)
+    for view, before in zip(views, backwards, strict=True):
+        assert torch.equal(view[7], before.flip(0))
 
 
 def test_b75_metadata_is_checked_on_the_host() -> None:

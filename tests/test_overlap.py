@@ -127,8 +127,11 @@ def test_a_layers_step_refuses_what_it_writes_and_still_reads() -> None:
     filled, before = pool.clone(), joint.clone()
     for bad, message in (
         ((k, k, v, k_cache, v_cache), "q and k are one"),
-        ((q, k, k, k_cache, v_cache), "k and v are one"),
-        ((q, k, q, k_cache, v_cache), "q and v are one"),
+        ((q, pool[:1, 0, 0], v, k_cache, v_cache), "k_cache and k overlap"),
+        ((q, pool[:1, 1, 0], v, k_cache, v_cache), "v_cache and k overlap"),
+        ((pool[:1, 1, 0], k, v, k_cache, v_cache), "v_cache and q overlap"),
+        ((q, k, pool[:1, 0, 0], k_cache, v_cache), "k_cache and v overlap"),
+        ((q, k, pool[:1, 1, 0], k_cache, v_cache), "v_cache and v overlap"),
         ((q, k, v, k_cache, k_cache), "k_cache and v_cache are one"),
         ((q, k, v, pool[:, 0, :3], pool[:, 0, 1:]), "k_cache and v_cache overlap"),
     ):
@@ -136,6 +139,68 @@ def test_a_layers_step_refuses_what_it_writes_and_still_reads() -> None:
             layer(*bad)
     assert torch.equal(pool, filled)
     assert torch.equal(joint, before)
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.int8], ids=str)
+@pytest.mark.parametrize("name", ["k_scale", "v_scale", "cos_sin", "positions"])
+@pytest.mark.parametrize("rotated", ["q", "k"])
+def test_what_the_rotation_would_change_is_refused(
+    rotated: str, name: str, cache_dtype: torch.dtype
+) -> None:
+    tensors = {"q": torch.ones(1, 2, 4), "k": torch.ones(1, 2, 4), "v": torch.ones(1, 2, 4)}
+    k_cache, v_cache = torch.zeros(2, 2, 4, 2, 4).to(cache_dtype)
+    table, index = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    flat = tensors[rotated].view(-1)
+    views = {
+        "k_scale": flat[3],
+        "v_scale": flat[6:],
+        "cos_sin": flat[4:].view(1, 4),
+        "positions": flat[5:6].view(torch.int32),
+    }
+    rest = {"positions": index, "cos_sin": fusedops.rope_table(4, 8)}
+    rest |= {"k_scale": torch.ones(2), "v_scale": torch.ones(())}
+    rest[name] = views[name]
+    message = f"rope_append_paged_kv_: {rotated} and {name} overlap in memory"
+    with pytest.raises(LayoutError, match=message):
+        fusedops.rope_append_paged_kv_(
+            **tensors,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            block_table=table,
+            request_index=index,
+            **rest,
+        )
+    assert (flat == 1.0).all()
+    assert not k_cache.view(torch.uint8).any()
+    if name in ("cos_sin", "positions"):
+        q, k = tensors["q"], tensors["k"]
+        with pytest.raises(LayoutError, match=f"rope_: {rotated} and {name} overlap"):
+            fusedops.rope_(q, k, rest["positions"], rest["cos_sin"])
+        assert (flat == 1.0).all()
+
+
+def test_a_norm_refuses_a_weight_that_it_writes() -> None:
+    x, residual = torch.ones(2, 8), torch.ones(2, 8)
+    for name, written in (("x", x), ("residual", residual)):
+        with pytest.raises(LayoutError, match=f"{name} and weight overlap"):
+            fusedops.fused_add_rms_norm_(x, residual, written[0])
+        assert (written == 1.0).all()
+
+
+@pytest.mark.parametrize("source", ["q", "k"])
+def test_values_that_are_rotated_too_are_stored_as_they_were(source: str) -> None:
+    def filled(copy: bool) -> list[Tensor]:
+        q, k = torch.arange(8.0).view(1, 2, 4), torch.arange(8.0, 16.0).view(1, 2, 4)
+        v = {"q": q, "k": k}[source]
+        caches = torch.zeros(2, 1, 4, 2, 4).unbind()
+        table, at = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+        cos_sin = fusedops.rope_table(4, 8)
+        v = v.clone() if copy else v
+        fusedops.rope_append_paged_kv_(q, k, v, at, cos_sin, *caches, table, at - 1)
+        return [q, k, *caches]
+
+    for one, other in zip(filled(copy=False), filled(copy=True), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_outputs_that_overlap_are_refused() -> None:

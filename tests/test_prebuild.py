@@ -204,7 +204,8 @@ def test_a_models_programs_hold_what_its_operations_load(shape: str, dtype: torc
             both = (q, k, v, places, cos_sin, *paged, scale, scale, "halves", "NHD")
             assert planned("rope_append_paged_kv_", *both) <= programs
     table = torch.empty(50, hidden, dtype=dtype)
-    for ids in (torch.zeros(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int64)):
+    for rows, kind in itertools.product((1, 3, 48, 49, 64, 133, 4000), (torch.int32, torch.int64)):
+        ids = torch.zeros(rows, dtype=kind)
         for op in ("embedding", "embedding_sumsq"):
             assert planned(op, ids, table) <= programs
 

@@ -137,10 +137,10 @@ def test_the_own_dtype_is_no_cast() -> None:
 @pytest.mark.parametrize(
     ("x", "dtype", "error", "words"),
     [
-        (torch.ones(4), torch.float16, ShapeError, "transpose_cast: .*at least 2 dimension"),
+        (torch.ones(4), torch.float16, ShapeError, "^transpose: .*at least 2 dimension"),
         (torch.ones(2, 2).double(), torch.float32, DTypeError, "x is float64"),
         (torch.ones(2, 2).int(), torch.float32, DTypeError, "x is int32"),
-        (torch.ones(2, 2), torch.float64, DTypeError, "dtype=torch.float64; accepted are"),
+        (torch.ones(2, 2), torch.float64, DTypeError, r"^transpose: dtype=.*float16\.$"),
         (torch.ones(2, 2), torch.int8, DTypeError, "Call transpose_quantize for 8 bits"),
         (torch.ones(2, 2), "bfloat16", ConfigError, r"dtype is 'bfloat16' \(str\)"),
         ("x", torch.float16, DTypeError, r"x is 'x' \(str\)"),
@@ -276,7 +276,7 @@ def test_a_given_scale_comes_back_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("x", "options", "error", "words"),
     [
-        (torch.ones(4), {}, ShapeError, "at least 2 dimension"),
+        (torch.ones(4), {}, ShapeError, "^transpose_quantize: .*at least 2 dimension"),
         (torch.ones(2, 2).double(), {}, DTypeError, "transpose_quantize: x is float64"),
         (torch.ones(2, 2).int(), {}, DTypeError, "x is int32"),
         ("x", {}, DTypeError, r"transpose_quantize: x is 'x' \(str\)"),
@@ -303,7 +303,13 @@ def test_a_given_scale_comes_back_as_it_is() -> None:
         ),
         (torch.ones(2, 3), {"scale": torch.ones(3).half()}, DTypeError, "scale is float16"),
         (torch.ones(2, 3), {"scale": torch.ones(3, device="meta")}, DeviceError, "scale"),
-        (torch.ones(2, 3), {"scale": torch.zeros(3)}, ConfigError, "finite and above zero"),
+        (torch.ones(2, 3), {"scale": torch.zeros(3)}, ConfigError, "^transpose_quantize: .*finite"),
+        (
+            torch.ones(2, 3),
+            {"scale": torch.ones(4)},
+            ShapeError,
+            r"accepted shape: \(3,\) \(one scale",
+        ),
         (torch.ones(2, 2, requires_grad=True), {}, UnsupportedError, "requires grad"),
     ],
 )

@@ -94,6 +94,7 @@ def _new(*shape: int, dtype: torch.dtype) -> Tensor:
 def _calls(sizes: ModelSizes, dtype: torch.dtype, most: int, gpu: Gpu) -> Iterator[_Call]:
     hidden, vocabulary = sizes.hidden_size, sizes.vocab_size
     weight = _new(hidden, dtype=dtype)
+    table = _new(vocabulary, hidden, dtype=dtype)
     for rows in rows_to_plan(most, gpu):
         x = _new(rows, hidden, dtype=dtype)
         # Llama's order of rounding, as nn.RMSNorm asks for it; eps and offset choose no kernel.
@@ -102,11 +103,10 @@ def _calls(sizes: ModelSizes, dtype: torch.dtype, most: int, gpu: Gpu) -> Iterat
         gate_up = _new(rows, 2 * sizes.intermediate_size, dtype=dtype)
         yield ACT_AND_MUL, plan_act_and_mul, (gate_up, sizes.activation)
         yield GREEDY, plan_greedy, (_new(rows, vocabulary, dtype=dtype),)
-    table = _new(vocabulary, hidden, dtype=dtype)
-    for index_dtype in (torch.int32, torch.int64):
-        ids = _new(1, dtype=index_dtype)
-        yield EMBEDDING, plan_embedding, (ids, table)
-        yield EMBEDDING_SUMSQ, plan_embedding_sumsq, (ids, table)
+        for index_dtype in (torch.int32, torch.int64):
+            ids = _new(rows, dtype=index_dtype)
+            yield EMBEDDING, plan_embedding, (ids, table)
+            yield EMBEDDING_SUMSQ, plan_embedding_sumsq, (ids, table)
     logits, one = _new(1, vocabulary, dtype=dtype), _new(1, dtype=torch.float32)
     seed = _new(1, dtype=torch.int64)
     yield SAMPLE, plan_sample, (logits, one, seed, None, None)

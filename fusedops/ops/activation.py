@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -10,17 +12,18 @@ from fusedops.epilogue.activations import ACTIVATIONS, lookup
 from fusedops.errors import ShapeError
 from fusedops.ops.op import Op, entry
 
-__all__ = ["act_and_mul"]
+__all__ = ["act_and_mul", "check_act_and_mul"]
 
 
-def _check(x: Tensor, act: str) -> None:
+def check_act_and_mul(op: str, x: Tensor, act: str) -> None:
+    """Check the arguments of ``act_and_mul``; ``op`` is named in errors."""
     if x.dtype not in ACTIVATION_DTYPES:
-        require_dtype("act_and_mul", "x", x, ACTIVATION_DTYPES)
+        require_dtype(op, "x", x, ACTIVATION_DTYPES)
     if x.dim() == 0:
-        require_dim("act_and_mul", "x", x, 1)
+        require_dim(op, "x", x, 1)
     if x.shape[-1] % 2:
         raise ShapeError(
-            f"act_and_mul: x is {describe(x)}; its last dimension holds the halves (gate | up), so "
+            f"{op}: x is {describe(x)}; its last dimension holds the halves (gate | up), so "
             "it must be even."
         )
     if act not in ACTIVATIONS:
@@ -41,7 +44,7 @@ def _reference(x: Tensor, act: str) -> Tensor:
 
 Op(
     "act_and_mul(Tensor x, str act) -> Tensor",
-    check=_check,
+    check=partial(check_act_and_mul, "act_and_mul"),
     fake=_fake,
     reference=_reference,
 )

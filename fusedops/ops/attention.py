@@ -149,7 +149,9 @@ def paged_attention(
     The j-th of request b's n queries sits at position ``seq_lens[b] - n + j``. It attends the keys
     before ``seq_lens[b]`` whose position is at most its own (``causal``) and greater than its own
     minus ``window`` (where ``window`` > 0). Scores, softmax and the weighted sum are float32; the
-    result is rounded once. Slots that no request uses may hold anything, NaN and Inf included.
+    result is rounded once. A key that a query does not attend has no effect on its result, whatever
+    it and its value hold, NaN and Inf included (other providers than torch's may let a NaN or Inf
+    behind the mask or before the window show); nor have slots that no request uses.
 
     Args:
         q: (T, Hq, D), float32, bfloat16 or float16.

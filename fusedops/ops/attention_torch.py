@@ -168,14 +168,52 @@ def _attend_one(
             scale=options.scale,
             enable_gqa=True,
         )
-        return out[0].transpose(0, 1).to(q.dtype)
+        per_query = out[0].transpose(0, 1).unflatten(1, (heads, query_heads // heads))
+        _redo_unclean(per_query, q, k, v, first_key, length, options)
+        whole: Tensor = per_query.flatten(1, 2).to(q.dtype)
+        return whole
     group = query_heads // heads
     rows = q.view(queries, heads, group, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
     mask = _mask(queries, length, first_key, options)
     if mask is not None:
         mask = mask.repeat(group, 1)
-    out = _attend_rows(rows.float(), k, v, mask, options).to(q.dtype)
-    return out.view(heads, group, queries, head_dim).permute(2, 0, 1, 3).flatten(1, 2)
+    out = _attend_rows(rows.float(), k, v, mask, options)
+    out = out.view(heads, group, queries, head_dim).permute(2, 0, 1, 3)
+    if mask is not None:
+        _redo_unclean(out, q, k, v, first_key, length, options)
+    return out.flatten(1, 2).to(q.dtype)
+
+
+def _redo_unclean(
+    out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    first_key: int,
+    length: int,
+    options: Attention,
+) -> None:
+    """Compute anew, from only the keys it attends, each query whose result is not finite.
+
+    A masked key with a NaN or Inf would show: its weight of 0 times that is NaN, and so is a masked
+    score that was NaN. Looking at the results finds every such query, at a price that does not grow
+    with the number of keys.
+
+    Args:
+        out: (n, Hkv, group, D) float32, written.
+        q: (n, Hq, D).
+        k, v: (Hkv, keys, D) float32, from the key at position ``first_key`` on.
+    """
+    if out.sum().isfinite():
+        return
+    queries = q.shape[0]
+    for query in (~out.isfinite().flatten(1).all(1)).nonzero().flatten().tolist():
+        own = length - queries + query
+        oldest = max(first_key, own - options.window + 1) if options.window else first_key
+        newest = own if options.causal else length - 1
+        seen = slice(oldest - first_key, newest - first_key + 1)
+        rows = q[query].view(out.shape[1:]).float()
+        out[query] = torch.bmm(_scores(rows, k[:, seen], options).softmax(-1), v[:, seen])
 
 
 _Read = Callable[[list[int], int, int], tuple[Tensor, Tensor]]
@@ -280,7 +318,6 @@ def attend_batched(
     length = seq_lens.long()[:, None]
     stored = (key < length) & in_pool.reshape(requests, -1)
     k = _gathered(k_slots, table, stored, options.k_scale)
-    v = _gathered(v_slots, table, stored, options.v_scale)
 
     step = torch.arange(max_query_len, device=q.device)
     if query_start is None:
@@ -295,19 +332,42 @@ def attend_batched(
     rows = padded.view(requests, max_query_len, heads, group, head_dim).permute(0, 2, 3, 1, 4)
     scores = _scores(rows.flatten(2, 3), k, options)
     scores = scores.view(requests, heads, group, max_query_len, -1)
-    attended = (stored[:, None, :] & (step < count)[:, :, None])[:, None, None]
+    seen = stored[:, None, :] & (step < count)[:, :, None]
     if options.causal or options.window:
-        attended = attended & _visible(key, own[:, :, None], options)[:, None, None]
+        seen &= _visible(key, own[:, :, None], options)
+    attended = seen[:, None, None]
     weights = scores.masked_fill_(~attended, -torch.inf).softmax(-1)
     # A query that attends nothing has only -inf scores, whose softmax is NaN: it gives zeros.
     weights = weights.masked_fill_(~attended, 0.0)
-    out = torch.matmul(weights.flatten(2, 3), v).view(
-        requests, heads, group, max_query_len, head_dim
-    )
+    v = _gathered(v_slots, table, seen[:, 0] if max_query_len == 1 else stored, options.v_scale)
+    shape = (requests, heads, group, max_query_len, head_dim)
+    if max_query_len == 1:
+        out = torch.matmul(weights.flatten(2, 3), v).view(shape)
+    else:
+        # A key that one query attends may be masked for another, where it must not show.
+        finite = v.masked_fill(~v.isfinite(), 0.0)
+        out = torch.matmul(weights.flatten(2, 3), finite).view(shape)
+        out = out + _of_unclean(seen, v)[:, :, None]
     out = out.permute(0, 3, 1, 2, 4).reshape(-1, query_heads, head_dim).to(q.dtype)
     if query_start is None:
         return out
     return _unpadded(out, query_start.long(), tokens, max_query_len)
+
+
+def _of_unclean(seen: Tensor, v: Tensor) -> Tensor:
+    """(B, Hkv, queries, D): what the values that are not finite add to a result; else zeros.
+
+    Inf where one that the query attends is, NaN for a NaN or both infinities. Two products without
+    the query heads' weights, so that nothing has to be looked at.
+    """
+    counted = seen[:, None].float()
+    nan = v.isnan()
+    zero = v.new_zeros(())
+    above, below = (
+        torch.where(torch.matmul(counted, ((v == bound) | nan).float()) > 0, bound, zero)
+        for bound in (torch.inf, -torch.inf)
+    )
+    return above + below
 
 
 def _gathered(slots: Tensor, table: Tensor, stored: Tensor, scale: Tensor | None) -> Tensor:

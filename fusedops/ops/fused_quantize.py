@@ -23,9 +23,11 @@ from fusedops.check import (
 )
 from fusedops.epilogue.outputs import group_scale_empty
 from fusedops.errors import ConfigError
-from fusedops.ops import activation, norm, transpose  # noqa: F401 - define what is composed here
-from fusedops.ops.op import OPS, Op, entry
-from fusedops.ops.quantize import FORMATS
+from fusedops.ops.activation import check_act_and_mul
+from fusedops.ops.norm import check_fused_add_rms_norm, check_layer_norm, check_rms_norm
+from fusedops.ops.op import Op, entry
+from fusedops.ops.quantize import FORMATS, SCALE_ADVICE, require_scale_values
+from fusedops.ops.transpose import check_transpose
 
 __all__ = [
     "act_and_mul_quantize",
@@ -100,6 +102,7 @@ def _turned(shape: Shape) -> Shape:
 
 def _define(
     plain: str,
+    check_plain: Callable[..., None],
     tensors: str,
     options: str = "",
     stored_shape: Callable[[Shape], Shape] = _same_shape,
@@ -110,6 +113,7 @@ def _define(
 
     Args:
         plain: the operation whose first result is quantized.
+        check_plain: checks its arguments, behind the name for errors.
         tensors: its tensors as in its schema; the scale follows them.
         options: its other arguments; the storage follows them.
         stored_shape: the shape of what is quantized, of that of x.
@@ -126,9 +130,14 @@ def _define(
     def check(*args: Any) -> None:
         plain_args, scale, dtype, granularity = split(args)
         x = args[0]
-        OPS[plain].check(*plain_args)
+        check_plain(name, *plain_args)
         require_dtype(name, "x", x, ACTIVATION_DTYPES)
         _check_storage(name, x, stored_shape(x.shape), scale, dtype, granularity)
+
+    def check_values(*args: Any) -> None:
+        scale = split(args)[1]
+        if scale is not None:
+            require_scale_values(name, "scale", scale, SCALE_ADVICE)
 
     def compose(
         results: Any, store: Callable[..., list[Tensor]], storage: list[Any]
@@ -149,6 +158,7 @@ def _define(
     Op(
         f"{name}({', '.join(filter(None, arguments))}) -> Tensor[]",
         check=check,
+        check_values=check_values,
         fake=fake,
         reference=reference,
     )
@@ -156,13 +166,18 @@ def _define(
 
 
 _RMS = "float eps, float weight_offset, bool round_before_weight"
-_OP_RMS_NORM = _define("rms_norm", "Tensor x, Tensor weight", _RMS)
+_OP_RMS_NORM = _define("rms_norm", check_rms_norm, "Tensor x, Tensor weight", _RMS)
 _OP_FUSED_ADD_RMS_NORM = _define(
-    "fused_add_rms_norm", "Tensor x, Tensor residual, Tensor weight", _RMS
+    "fused_add_rms_norm",
+    check_fused_add_rms_norm,
+    "Tensor x, Tensor residual, Tensor weight",
+    _RMS,
 )
-_OP_LAYER_NORM = _define("layer_norm", "Tensor x, Tensor? weight, Tensor? bias", "float eps")
-_OP_ACT_AND_MUL = _define("act_and_mul", "Tensor x", "str act", _halved)
-_OP_TRANSPOSE = _define("transpose", "Tensor x", stored_shape=_turned)
+_OP_LAYER_NORM = _define(
+    "layer_norm", check_layer_norm, "Tensor x, Tensor? weight, Tensor? bias", "float eps"
+)
+_OP_ACT_AND_MUL = _define("act_and_mul", check_act_and_mul, "Tensor x", "str act", _halved)
+_OP_TRANSPOSE = _define("transpose", check_transpose, "Tensor x", stored_shape=_turned)
 
 
 def _with_scale(results: list[Tensor], scale: Tensor | None) -> tuple[Tensor, ...]:

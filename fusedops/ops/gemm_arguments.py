@@ -28,6 +28,7 @@ __all__ = [
     "as_epilogue",
     "as_prologue",
     "cached_spec",
+    "form_of",
     "ordered",
     "require_out_apart",
     "require_types",
@@ -65,14 +66,25 @@ def as_prologue(prologue: Prologue | str | None) -> Prologue:
     return prologue
 
 
-def _as_weight(weight: WeightFormat | tuple[int, ...]) -> WeightFormat:
-    if isinstance(weight, WeightFormat):
-        return weight
-    if not isinstance(weight, tuple):
+def _require_format(weight: object) -> None:
+    if not isinstance(weight, WeightFormat):
         raise ConfigError(
             f"gemm: weight is {describe_value(weight)}; accepted: a WeightFormat, or None for a "
             "dense weight."
         )
+
+
+def form_of(weight: WeightFormat | None, w: Tensor) -> WeightFormat | tuple[int, ...]:
+    """The weight's format for ``spec_text``, or the shape of a dense one where it is None."""
+    if weight is None:
+        return shape_of(w)
+    _require_format(weight)
+    return weight
+
+
+def _as_weight(weight: WeightFormat | tuple[int, ...]) -> WeightFormat:
+    if isinstance(weight, WeightFormat):
+        return weight
     if len(weight) != 2:
         raise ShapeError(
             f"gemm: w has shape {tuple(weight)}; accepted: (N, K), as nn.Linear stores it."
@@ -194,8 +206,8 @@ def require_types(
     require_tensor("gemm", "x", x)
     require_tensor("gemm", "w", w)
     weight, epilogue, out_dtype, prologue, batch_invariant = options
-    if weight:
-        _as_weight(weight)
+    if weight is not None:
+        _require_format(weight)
     as_epilogue(epilogue)
     _require_out_dtype(out_dtype)
     as_prologue(prologue)

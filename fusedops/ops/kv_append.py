@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,14 +18,13 @@ from fusedops.ops.guards import (
 )
 from fusedops.ops.kv_scale import as_stored, require_positive_scales
 from fusedops.ops.op import Op, entry
-from fusedops.ops.overlap import require_disjoint
+from fusedops.ops.overlap import overlap, require_apart
 from fusedops.ops.paged import check_paged_cache, require_length, require_pages, slots_view
 
 __all__ = [
     "append_paged_kv",
     "append_slots",
     "check_append",
-    "require_two_caches",
     "write_slots",
 ]
 
@@ -62,9 +61,29 @@ def check_append(
     require_writable(op, "v_cache", v_cache)
 
 
-def require_two_caches(op: str, k_cache: Tensor, v_cache: Tensor) -> None:
-    """Raise LayoutError where the caches share memory: the values would replace the keys."""
-    require_disjoint(op, "k_cache", k_cache, "v_cache", v_cache)
+def _check_apart(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    request_index: Tensor,
+    positions: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    layout: str,
+) -> None:
+    require_apart(
+        "append_paged_kv",
+        {"k_cache": k_cache, "v_cache": v_cache},
+        {
+            "block_table": block_table,
+            "request_index": request_index,
+            "positions": positions,
+            "k_scale": k_scale,
+            "v_scale": v_scale,
+        },
+    )
 
 
 def _place_few(
@@ -149,8 +168,6 @@ def write_slots(
     for cache, new in ((k_cache, k), (v_cache, v)):
         if tokens is not None:
             new = new[tokens]
-        elif new.untyped_storage().data_ptr() == cache.untyped_storage().data_ptr():
-            new = new.clone()  # tokens of another page, which torch would not copy in place
         view = slots_view(cache, layout)
         if view.is_contiguous():
             view.flatten(0, 1).index_copy_(0, slot, new)
@@ -218,15 +235,25 @@ def _append_guarded(
         slots.index_put_(where, torch.where(anyone, new[source], slots[where]))
 
 
+def _with_own_tokens(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any
+) -> tuple[Any, ...]:
+    """Copies in the place of tokens that share memory with a cache, such as one of its pages.
+
+    Refusing them would not do: torch.compile's inductor drops a caller's own ``clone()``.
+    """
+    k, v = (t.clone() if overlap(t, k_cache) or overlap(t, v_cache) else t for t in (k, v))
+    return (k, v, k_cache, v_cache, *rest)
+
+
 Op(
     "append_paged_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache,"
     " Tensor block_table, Tensor request_index, Tensor positions, Tensor? k_scale,"
     " Tensor? v_scale, str layout) -> ()",
     check=partial(check_append, "append_paged_kv"),
     check_values=lambda *args: require_positive_scales("append_paged_kv", *args[7:9]),
-    check_aliases=lambda k, v, k_cache, v_cache, *_rest: require_two_caches(
-        "append_paged_kv", k_cache, v_cache
-    ),
+    check_aliases=_check_apart,
+    separate=_with_own_tokens,
     fake=lambda *_args: None,
     reference=_append,
 )
@@ -270,9 +297,12 @@ def append_paged_kv(
         PositionError: a request index, a position (at most max_pages * page_size - 1) or a page
             lies outside its table, on the CPU and with nothing written. On a GPU, where looking
             would synchronise, such a token writes nothing.
+        LayoutError: a cache shares a memory cell with the other one or with what is read beside
+            the tokens (tokens that are views of a cache are copied first); nothing is written.
         ShapeError, DTypeError, DeviceError, LayoutError, ConfigError: an argument is not as
             described; scales for a cache that takes none, or none for an 8-bit one.
-        UnsupportedError: an input requires grad while grad mode is on.
+        UnsupportedError: an input requires grad while grad mode is on; a cache that was made under
+            ``torch.inference_mode()`` is used outside of it.
 
     Source: Kwon et al., "Efficient Memory Management for Large Language Model Serving with
     PagedAttention", 2023.

@@ -12,6 +12,7 @@ Rounding points of RMSNorm (statistics are float32 always):
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -29,10 +30,18 @@ from fusedops.check import (
 from fusedops.errors import ConfigError, DTypeError
 from fusedops.ops.guards import empty_contiguous, require_writable
 from fusedops.ops.op import Op, entry
-from fusedops.ops.overlap import require_disjoint
+from fusedops.ops.overlap import require_apart
 from fusedops.prologue import rms_normalize
 
-__all__ = ["fused_add_rms_norm", "fused_add_rms_norm_", "layer_norm", "rms_norm"]
+__all__ = [
+    "check_fused_add_rms_norm",
+    "check_layer_norm",
+    "check_rms_norm",
+    "fused_add_rms_norm",
+    "fused_add_rms_norm_",
+    "layer_norm",
+    "rms_norm",
+]
 
 
 def _check_parameter(op: str, name: str, parameter: Tensor, x: Tensor) -> None:
@@ -74,12 +83,13 @@ def _check_residual(op: str, x: Tensor, residual: Tensor) -> None:
         require_same_device(op, "x", x, residual=residual)
 
 
-def _check_rms_norm(
-    x: Tensor, weight: Tensor, eps: float, weight_offset: float, round_before_weight: bool
+def check_rms_norm(
+    op: str, x: Tensor, weight: Tensor, eps: float, weight_offset: float, round_before_weight: bool
 ) -> None:
-    _check_constants("rms_norm", eps, weight_offset)
-    _check_x("rms_norm", x)
-    _check_parameter("rms_norm", "weight", weight, x)
+    """Check the arguments of ``rms_norm``; ``op`` is named in errors."""
+    _check_constants(op, eps, weight_offset)
+    _check_x(op, x)
+    _check_parameter(op, "weight", weight, x)
 
 
 def _rms_norm(
@@ -105,13 +115,14 @@ def _rms_norm_in_two_kernels(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 Op(
     "rms_norm(Tensor x, Tensor weight, float eps, float weight_offset, bool round_before_weight)"
     " -> Tensor",
-    check=_check_rms_norm,
+    check=partial(check_rms_norm, "rms_norm"),
     fake=lambda x, *_rest: empty_contiguous(x),
     reference=_rms_norm,
 )
 
 
-def _check_fused_add_rms_norm(
+def check_fused_add_rms_norm(
+    op: str,
     x: Tensor,
     residual: Tensor,
     weight: Tensor,
@@ -119,10 +130,11 @@ def _check_fused_add_rms_norm(
     weight_offset: float,
     round_before_weight: bool,
 ) -> None:
-    _check_constants("fused_add_rms_norm", eps, weight_offset)
-    _check_x("fused_add_rms_norm", x)
-    _check_residual("fused_add_rms_norm", x, residual)
-    _check_parameter("fused_add_rms_norm", "weight", weight, x)
+    """Check the arguments of ``fused_add_rms_norm``; ``op`` is named in errors."""
+    _check_constants(op, eps, weight_offset)
+    _check_x(op, x)
+    _check_residual(op, x, residual)
+    _check_parameter(op, "weight", weight, x)
 
 
 def _fused_add_rms_norm(
@@ -140,7 +152,7 @@ def _fused_add_rms_norm(
 Op(
     "fused_add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, float weight_offset,"
     " bool round_before_weight) -> (Tensor, Tensor)",
-    check=_check_fused_add_rms_norm,
+    check=partial(check_fused_add_rms_norm, "fused_add_rms_norm"),
     fake=lambda x, *_rest: (empty_contiguous(x), empty_contiguous(x)),
     reference=_fused_add_rms_norm,
 )
@@ -155,16 +167,13 @@ def _check_fused_add_rms_norm_(
     round_before_weight: bool,
 ) -> None:
     op = "fused_add_rms_norm_"
-    _check_constants(op, eps, weight_offset)
-    _check_x(op, x)
-    _check_residual(op, x, residual)
-    _check_parameter(op, "weight", weight, x)
+    check_fused_add_rms_norm(op, x, residual, weight, eps, weight_offset, round_before_weight)
     require_writable(op, "x", x)
     require_writable(op, "residual", residual)
 
 
-def _check_apart(x: Tensor, residual: Tensor, *_rest: object) -> None:
-    require_disjoint("fused_add_rms_norm_", "x", x, "residual", residual)
+def _check_apart(x: Tensor, residual: Tensor, weight: Tensor, *_options: object) -> None:
+    require_apart("fused_add_rms_norm_", {"x": x, "residual": residual}, {"weight": weight})
 
 
 def _fused_add_rms_norm_(
@@ -189,13 +198,16 @@ Op(
 )
 
 
-def _check_layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
-    _check_eps("layer_norm", eps)
-    _check_x("layer_norm", x)
+def check_layer_norm(
+    op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> None:
+    """Check the arguments of ``layer_norm``; ``op`` is named in errors."""
+    _check_eps(op, eps)
+    _check_x(op, x)
     if weight is not None:
-        _check_parameter("layer_norm", "weight", weight, x)
+        _check_parameter(op, "weight", weight, x)
     if bias is not None:
-        _check_parameter("layer_norm", "bias", bias, x)
+        _check_parameter(op, "bias", bias, x)
 
 
 def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -214,7 +226,7 @@ def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: floa
 
 Op(
     "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor",
-    check=_check_layer_norm,
+    check=partial(check_layer_norm, "layer_norm"),
     fake=lambda x, *_rest: empty_contiguous(x),
     reference=_layer_norm,
 )
@@ -303,9 +315,11 @@ def fused_add_rms_norm_(
         x, residual, weight, eps, weight_offset, round_before_weight: as in ``fused_add_rms_norm``.
 
     Raises:
-        LayoutError: x or residual repeats a memory cell (an expanded tensor), or they overlap.
+        LayoutError: x or residual repeats a memory cell (an expanded tensor), or shares one with
+            the other or with weight.
         ShapeError, DTypeError, DeviceError, ConfigError: an argument is not as described.
-        UnsupportedError: an input requires grad while grad mode is on.
+        UnsupportedError: an input requires grad while grad mode is on; x or residual was made under
+            ``torch.inference_mode()`` and is used outside of it.
     """
     _OP_FUSED_ADD_RMS_NORM_(x, residual, weight, eps, weight_offset, round_before_weight)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fusedops.check import require_argument_types
+from fusedops.check import require_argument_types, require_updatable
 from fusedops.errors import FusedOpsError, UnsupportedError
 from fusedops.providers.base import (
     SUPPORTED,
@@ -45,29 +45,36 @@ def refuse_grad(op: str, args: tuple[Any, ...]) -> None:
             )
 
 
+_EXACT_TYPES = {"int": int, "bool": bool, "ScalarType": torch.dtype}
+"""Types in a schema for which torch takes more than it should, and what nearly every caller passes;
+something else gets a closer look."""
+
+
 def entry(name: str) -> Callable[..., Any]:
     """``fusedops::<name>``, once defined, as its public Python function calls it.
 
     Arguments of the wrong type raise DTypeError or ConfigError in place of torch's own error, also
-    a bool in the place of a number and the other way round, which torch would take.
+    those that torch would take: a bool in the place of a number and the other way round, a dtype or
+    a tensor for an integer, and an integer for a dtype.
     """
     op = getattr(torch.ops.fusedops, name).default
+    public = OPS[name].public
     kinds = [str(argument.real_type) for argument in op._schema.arguments]
-    numbers = tuple(i for i, kind in enumerate(kinds) if kind in ("int", "float"))
-    bools = tuple(i for i, kind in enumerate(kinds) if kind == "bool")
+    floats = tuple(i for i, kind in enumerate(kinds) if kind == "float")
+    exact = tuple((i, _EXACT_TYPES[kind]) for i, kind in enumerate(kinds) if kind in _EXACT_TYPES)
 
     def call(*args: Any) -> Any:
-        for i in numbers:
+        for i in floats:
             if isinstance(args[i], bool):
-                require_argument_types(name, op._schema, args)
-        for i in bools:
-            if not isinstance(args[i], bool):
-                require_argument_types(name, op._schema, args)
+                require_argument_types(public, op._schema, args)
+        for i, kind in exact:
+            if type(args[i]) is not kind:
+                require_argument_types(public, op._schema, args)
         try:
             return op(*args)
         except (AttributeError, RuntimeError, TypeError) as error:
             if not isinstance(error, FusedOpsError):
-                require_argument_types(name, op._schema, args)
+                require_argument_types(public, op._schema, args)
             raise
 
     return call
@@ -80,16 +87,18 @@ _OTHER_LAYOUTS = (
 """Dispatch keys of tensors that are not dense."""
 
 
-def refuse_layouts(name: str) -> None:
+def refuse_layouts(name: str, public: str | None = None) -> None:
     """Make ``fusedops::<name>``, once defined, refuse sparse and nested tensors (LayoutError).
 
     Registered for the dispatch keys that only such tensors have, so that other calls do not pay.
+    Errors name ``public``, or the operator.
     """
+    op = public or name
     schema = getattr(torch.ops.fusedops, name).default._schema
 
     def refuse(*args: Any) -> None:
-        require_argument_types(name, schema, args)
-        raise UnsupportedError(f"{name}: accepted are dense tensors; call to_dense() on each.")
+        require_argument_types(op, schema, args)
+        raise UnsupportedError(f"{op}: accepted are dense tensors; call to_dense() on each.")
 
     for key in _OTHER_LAYOUTS:
         LIBRARY.impl(name, refuse, key)
@@ -160,6 +169,9 @@ class Op:
         check_values: further checks that read tensor values; run on CPU tensors only, because on a
             GPU they would synchronise.
         check_aliases: further checks that ask whether arguments are one tensor; run at every call.
+        separate: called behind every check, at every call; returns the arguments to run with, where
+            some that are only read may have to be copied because they share memory with others.
+        public: the function that errors name, if it is called otherwise.
     """
 
     def __init__(
@@ -171,21 +183,27 @@ class Op:
         reference: Callable[..., Any],
         check_values: Callable[..., None] | None = None,
         check_aliases: Callable[..., None] | None = None,
+        separate: Callable[..., tuple[Any, ...]] | None = None,
+        public: str | None = None,
     ) -> None:
         self.name = schema.split("(", 1)[0].strip()
+        self.public = public or self.name
         self.check = check
         self.check_values = check_values
         self.check_aliases = check_aliases
+        self._separate = separate
         self._accepted: set[tuple[Any, ...]] = set()
         self._fake = fake
         self._implementations: dict[str, tuple[Callable[..., Support], Callable[..., Any]]] = {}
         self.add("reference", _any_device, reference)
         self.add("torch", _cuda_tensors, reference)
         LIBRARY.define(schema)
+        arguments = getattr(torch.ops.fusedops, self.name).default._schema.arguments
+        self._written = tuple((i, a.name) for i, a in enumerate(arguments) if a.is_write)
         LIBRARY.impl(self.name, self._run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"fusedops::{self.name}", self._run_fake, lib=LIBRARY)
         ignore_autocast(self.name)
-        refuse_layouts(self.name)
+        refuse_layouts(self.name, self.public)
         OPS[self.name] = self
 
     def add(self, provider: str, supports: Callable[..., Support], run: Callable[..., Any]) -> None:
@@ -215,7 +233,7 @@ class Op:
             self.check(*args)
         except AttributeError:  # torch lets None through in the place of a tensor
             schema = getattr(torch.ops.fusedops, self.name).default._schema
-            require_argument_types(self.name, schema, args)
+            require_argument_types(self.public, schema, args)
             raise
         if len(self._accepted) >= _SIGNATURE_LIMIT:
             self._accepted.clear()
@@ -223,15 +241,19 @@ class Op:
 
     def _run(self, *args: Any) -> Any:
         if torch.is_grad_enabled():
-            refuse_grad(self.name, args)
+            refuse_grad(self.public, args)
         signature = _signature(args)
         if signature not in self._accepted:
             self._check_new(args, signature)
+        for i, name in self._written:
+            require_updatable(self.name, name, args[i])
         if self.check_aliases is not None:
             self.check_aliases(*args)
         on_cpu = args[0].is_cpu
         if on_cpu and self.check_values is not None:
             self.check_values(*args)
+        if self._separate is not None:
+            args = self._separate(*args)
         policy = current_policy()
         if on_cpu and policy.pinned is None:
             # Every other provider is for GPUs; asking each costs more than a small call's work.

@@ -225,9 +225,12 @@ def require_scale_values(op: str, name: str, scale: Tensor, advice: str) -> None
     )
 
 
+SCALE_ADVICE = "Give an all-zero row scale 1, or leave out scale."
+"""What to give in the place of a scale that is refused, where leaving it out computes one."""
+
+
 def _check_static_values(x: Tensor, scale: Tensor, dtype: str) -> None:
-    advice = "Give an all-zero row scale 1, or leave out scale."
-    require_scale_values("quantize", "scale", scale, advice)
+    require_scale_values("quantize", "scale", scale, SCALE_ADVICE)
 
 
 def _check_dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype, granularity: str) -> None:
@@ -357,6 +360,7 @@ Op(
     fake=_quantize_static_fake,
     reference=_quantize_static_reference,
     check_values=_check_static_values,
+    public="quantize",
 )
 
 Op(

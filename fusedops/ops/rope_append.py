@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from fusedops.ops.guards import require_writable
-from fusedops.ops.kv_append import append_slots, check_append, require_two_caches, write_slots
+from fusedops.ops.kv_append import append_slots, check_append, write_slots
 from fusedops.ops.kv_scale import as_stored, require_positive_scales
 from fusedops.ops.op import Op, entry
-from fusedops.ops.overlap import require_disjoint
+from fusedops.ops.overlap import overlap, require_apart, require_disjoint
 from fusedops.ops.rope_kv import check_rope, require_in_table, rotate_in_place
 
 __all__ = ["rope_append_paged_kv_"]
@@ -47,13 +49,37 @@ def _check_apart(
     cos_sin: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    *_rest: object,
+    block_table: Tensor,
+    request_index: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    *_options: str,
 ) -> None:
-    require_two_caches(_NAME, k_cache, v_cache)
-    require_disjoint(_NAME, "q", q, "k", k)
-    # v is read once q and k are rotated.
-    require_disjoint(_NAME, "k", k, "v", v)
-    require_disjoint(_NAME, "q", q, "v", v)
+    # What was checked must still be true when it is used, behind the rotation.
+    require_apart(
+        _NAME,
+        {"k_cache": k_cache, "v_cache": v_cache, "q": q, "k": k},
+        {
+            "positions": positions,
+            "cos_sin": cos_sin,
+            "block_table": block_table,
+            "request_index": request_index,
+            "k_scale": k_scale,
+            "v_scale": v_scale,
+        },
+    )
+    require_disjoint(_NAME, "k_cache", k_cache, "v", v)
+    require_disjoint(_NAME, "v_cache", v_cache, "v", v)
+
+
+def _with_own_values(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Any, ...]:
+    """A copy in the place of a v that shares memory with q or k: it is read behind the rotation.
+
+    Refusing it would not do: torch.compile's inductor drops a caller's own ``clone()``.
+    """
+    if overlap(k, v) or overlap(q, v):
+        v = v.clone()
+    return (q, k, v, *rest)
 
 
 def _reference(
@@ -95,6 +121,7 @@ Op(
     check=_check,
     check_values=lambda *args: require_positive_scales(_NAME, *args[9:11]),
     check_aliases=_check_apart,
+    separate=_with_own_values,
     fake=lambda *_args: None,
     reference=_reference,
 )
@@ -123,7 +150,8 @@ def rope_append_paged_kv_(
     Args:
         q: (T, Hq, D), rotated in place; may be a view of a fused QKV tensor, as k and v may.
         k: (T, Hkv, D), rotated in place.
-        v: (T, Hkv, D).
+        v: (T, Hkv, D), stored as it is before the rotation, also where it shares memory with q or
+            k (it is copied then).
         positions: (T,) int32 or int64, each token's position in its request, which is also its row
             of ``cos_sin``; negative: a padding token, which writes nothing into the cache.
         cos_sin: as in ``rope``.
@@ -135,10 +163,12 @@ def rope_append_paged_kv_(
     Raises:
         PositionError: as in ``rope`` and ``append_paged_kv``, on the CPU and with nothing written.
             On a GPU a token whose position lies outside ``cos_sin`` or its pages is not stored.
-        LayoutError: q, k and v share a memory cell, or the two caches do.
+        LayoutError: q or k or a cache shares a memory cell with another one of them or with what
+            is only read (but v with q or k); nothing is written.
         ShapeError, DTypeError, DeviceError, LayoutError, ConfigError: an argument is not as
             described; scales for a cache that takes none, or none for an 8-bit one.
-        UnsupportedError: an input requires grad while grad mode is on.
+        UnsupportedError: an input requires grad while grad mode is on; one that is written was made
+            under ``torch.inference_mode()`` and is used outside of it.
     """
     _OP_ROPE_APPEND_PAGED_KV_(
         q,

@@ -26,7 +26,7 @@ from fusedops.ops.guards import (
 )
 from fusedops.ops.kv_append import append_paged_kv
 from fusedops.ops.op import Op, entry
-from fusedops.ops.overlap import require_disjoint
+from fusedops.ops.overlap import require_apart
 
 __all__ = [
     "ROPE_STYLES",
@@ -195,6 +195,10 @@ def _check_rope_in_place(
     require_writable("rope_", "k", k)
 
 
+def _check_apart(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, style: str) -> None:
+    require_apart("rope_", {"q": q, "k": k}, {"positions": positions, "cos_sin": cos_sin})
+
+
 Op(
     "rope(Tensor q, Tensor k, Tensor positions, Tensor cos_sin, str style) -> (Tensor, Tensor)",
     check=lambda *args: check_rope("rope", *args),
@@ -210,7 +214,7 @@ Op(
     check_values=lambda q, k, positions, cos_sin, style: require_in_table(
         "rope_", positions, cos_sin
     ),
-    check_aliases=lambda q, k, *_rest: require_disjoint("rope_", "q", q, "k", k),
+    check_aliases=_check_apart,
     fake=lambda *_args: None,
     reference=rotate_in_place,
 )
@@ -264,8 +268,10 @@ def rope_(
 
     Raises:
         PositionError: as in ``rope``, with nothing written. On a GPU such a token is left as it is.
-        LayoutError: q or k repeats a memory cell (an expanded tensor), or they overlap.
+        LayoutError: q or k repeats a memory cell (an expanded tensor), or shares one with the other
+            or with what is read.
         ShapeError, DTypeError, DeviceError, ConfigError: an argument is not as described.
-        UnsupportedError: an input requires grad while grad mode is on.
+        UnsupportedError: an input requires grad while grad mode is on; q or k was made under
+            ``torch.inference_mode()`` and is used outside of it.
     """
     _OP_ROPE_(q, k, positions, cos_sin, style)

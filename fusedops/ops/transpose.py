@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,7 @@ from fusedops.check import ACTIVATION_DTYPES, require_dim, require_dtype
 from fusedops.errors import DTypeError
 from fusedops.ops.op import Op, entry
 
-__all__ = ["TRANSPOSE_DTYPES", "transpose"]
+__all__ = ["TRANSPOSE_DTYPES", "check_transpose", "transpose"]
 
 TRANSPOSE_DTYPES = (
     torch.bool,
@@ -34,6 +36,8 @@ TRANSPOSE_DTYPES = (
     torch.complex64,
 )
 """Dtypes of 1, 2, 4 or 8 bytes with one element in each (``float4_e2m1fn_x2`` holds two)."""
+
+_QUANTIZED_DTYPES = (torch.int8, torch.float8_e4m3fn)
 
 # Elements are moved, never read as numbers: an integer of the same size keeps every bit (the
 # payload of a NaN too) and exists for every dtype.
@@ -67,9 +71,10 @@ def transpose(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return cast
 
 
-def _check(x: Tensor) -> None:
-    require_dim("transpose", "x", x, 2)
-    require_dtype("transpose", "x", x, TRANSPOSE_DTYPES)
+def check_transpose(op: str, x: Tensor) -> None:
+    """Check the argument of ``transpose``; ``op`` is named in errors."""
+    require_dim(op, "x", x, 2)
+    require_dtype(op, "x", x, TRANSPOSE_DTYPES)
 
 
 def _reference(x: Tensor) -> Tensor:
@@ -85,14 +90,12 @@ def _fake(x: Tensor) -> Tensor:
 
 
 def _check_cast(x: Tensor, dtype: torch.dtype) -> None:
-    require_dim("transpose_cast", "x", x, 2)
-    require_dtype("transpose_cast", "x", x, ACTIVATION_DTYPES)
+    require_dim("transpose", "x", x, 2)
+    require_dtype("transpose", "x", x, ACTIVATION_DTYPES, f"those of a cast, here to {dtype}")
     if dtype not in ACTIVATION_DTYPES:
         accepted = ", ".join(map(str, ACTIVATION_DTYPES))
-        raise DTypeError(
-            f"transpose_cast: dtype={dtype}; accepted are {accepted}. Call transpose_quantize for "
-            "8 bits."
-        )
+        advice = " Call transpose_quantize for 8 bits." if dtype in _QUANTIZED_DTYPES else ""
+        raise DTypeError(f"transpose: dtype={dtype}; accepted are {accepted}.{advice}")
 
 
 def _reference_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -110,7 +113,7 @@ def _fake_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 Op(
     "transpose(Tensor x) -> Tensor",
-    check=_check,
+    check=partial(check_transpose, "transpose"),
     fake=_fake,
     reference=_reference,
 )
@@ -120,6 +123,7 @@ Op(
     check=_check_cast,
     fake=_fake_cast,
     reference=_reference_cast,
+    public="transpose",
 )
 
 _OP_TRANSPOSE = entry("transpose")

@@ -224,8 +224,8 @@ def gemm(
         x: activations (..., K), K contiguous; float32, bf16, fp16, e4m3 or int8.
         w: weight (N, K) as nn.Linear stores it, in x's dtype. It and a prologue's
             ``norm_weight`` are read before the kernel ahead of this call has ended, unless a call
-            of fusedops made them just now (2 us more). A kernel of your own that allows dependents
-            to launch early must not write them right before this call.
+            of fusedops made them just now (one more launch). A kernel of your own that allows
+            dependents to launch early must not write them right before this call.
         epilogue: a chain or its text, e.g. ``"bias|act(silu)"``; see ``fusedops.epilogue``.
         operands: what the chain reads, by name or in the chain's order.
         out_dtype: float32, bf16, fp16, or e4m3 or int8, to which the result saturates; default:
@@ -233,7 +233,7 @@ def gemm(
         prologue: e.g. ``"rms_norm(1e-05)"``, applied to x first.
         weight: the weight's format; default: dense.
         batch_invariant: a row's result is bit for bit the same whatever other rows x has: K is
-            never split over CTAs, which costs narrow products at few rows up to half their speed.
+            never split over CTAs, which narrow products at few rows gain most from.
             Not with a prologue or row statistics.
         out: tensor(s) to write instead of new ones; the result may have a row pitch.
 

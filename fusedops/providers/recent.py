@@ -43,7 +43,7 @@ def storages(results: Iterable[Tensor]) -> list[UntypedStorage]:
 def settle(weight: Tensor) -> None:
     """Let every kernel before the next one end, if one of the last of ours wrote ``weight``.
 
-    Costs 2 us of GPU time then, and a look-up otherwise. Addresses are compared, so a tensor in
+    Costs one more launch then, and a look-up otherwise. Addresses are compared, so a tensor in
     memory that was freed since counts as written.
     """
     written = _written.get(weight.untyped_storage().data_ptr())

@@ -72,15 +72,14 @@ def without_peers(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "peer_status", status)
 
 
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[GoalRun]:
+def reference_run(monkeypatch: pytest.MonkeyPatch, goal: str) -> Iterator[GoalRun]:
     """A run on the CPU that pins the reference, with torch as its only peer."""
     without_peers(monkeypatch)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with use_provider("reference") as usage:
         yield GoalRun(
-            load_goals()["cuda.reduce.rows"],
+            load_goals()[goal],
             provider="reference",
             device="cpu",
             protocol=QUICK,
@@ -88,6 +87,11 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[GoalRun]:
             usage=usage,
         )
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[GoalRun]:
+    yield from reference_run(monkeypatch, "cuda.reduce.rows")
 
 
 def time_of(us: float) -> Measurement:

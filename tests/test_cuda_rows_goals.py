@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_cuda_goals import QUICK, failures, time_of, timed, without_peers
+from test_cuda_goals import failures, reference_run, time_of, timed
 
 from fusedops.bench import chain
-from fusedops.bench.goal_run import GoalRun, RowStore
-from fusedops.bench.goal_spec import load_goals
+from fusedops.bench.goal_run import GoalRun
 from fusedops.bench.goals import cuda_act, cuda_norm, cuda_norm_small, cuda_visible, load_all
 from fusedops.bench.goals.cuda_quantized import per_group, per_token, quantized_error
 from fusedops.bench.goals.cuda_rows import MINE
@@ -20,28 +19,13 @@ from fusedops.bench.roofline import PUBLISHED_CEILINGS
 from fusedops.epilogue.activations import ACTIVATIONS
 from fusedops.ops.activation import act_and_mul
 from fusedops.ops.quantize import quantize
-from fusedops.providers.base import use_provider
 
 IDS = ("rms_norm", "add_rms_norm", "rms_norm_fp8", "rms_norm_small", "act_quant")
 
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[GoalRun]:
-    """A run on the CPU that pins the reference, with torch as its only peer."""
-
-    without_peers(monkeypatch)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with use_provider("reference") as usage:
-        yield GoalRun(
-            load_goals()["cuda.rms_norm"],
-            provider="reference",
-            device="cpu",
-            protocol=QUICK,
-            store=RowStore({}, "sources", lambda: None),
-            usage=usage,
-        )
-    torch.set_num_threads(threads)
+    yield from reference_run(monkeypatch, "cuda.rms_norm")
 
 
 @pytest.mark.parametrize("name", IDS)

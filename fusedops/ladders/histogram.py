@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusedops.bench.contenders import Contender
 from fusedops.bench.data import Buffers
 from fusedops.bench.goals.cuda_histogram import cub_contender
 from fusedops.bench.oracles import bitwise
 from fusedops.bench.roofline import Traffic
 from fusedops.ladders.catalog import specified
-from fusedops.ladders.model import FOLDER, Ladder, LadderKernel, Lesson, Problem, Step, own_step
+from fusedops.ladders.model import (
+    FOLDER,
+    Ladder,
+    LadderKernel,
+    Lesson,
+    Problem,
+    Step,
+    own_step,
+    peer_step,
+)
 from fusedops.ops.histogram import bincount
 
 __all__ = ["LADDER"]
@@ -107,18 +114,6 @@ def _scattered(buffers: Buffers) -> None:
     counts.zero_().scatter_add_(0, x.long(), one.expand(x.shape))
 
 
-@functools.cache
-def _cub() -> Contender:
-    """CUB's even histogram as the reports time it; the ladder has a check of its own."""
-    return cub_contender(BINS, lambda results, buffers: None)
-
-
-def _prepare_cub(buffers: Buffers) -> Any:
-    prepare = _cub().prepare
-    counted = Buffers((_values(buffers),))
-    return counted if prepare is None else prepare(counted)
-
-
 _TORCH = Step(
     f"{NAME}.torch",
     _TITLES[f"{NAME}.torch"],
@@ -132,7 +127,7 @@ _TORCH = Step(
     peer="torch",
 )
 
-_CUB_STEP = Step(
+_CUB_STEP = peer_step(
     f"{NAME}.cub",
     _TITLES[f"{NAME}.cub"],
     Lesson(
@@ -140,9 +135,9 @@ _CUB_STEP = Step(
         "shared atomics. It counts values one by one, so skew costs it.",
         "None: the peer to measure up to.",
     ),
-    lambda state: _cub().run(state),
-    prepare=_prepare_cub,
-    peer="cub",
+    "cub",
+    lambda: cub_contender(BINS, lambda results, buffers: None),
+    lambda buffers: Buffers((_values(buffers),)),
 )
 
 _LIBRARY = Step(

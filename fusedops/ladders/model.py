@@ -26,7 +26,16 @@ from fusedops.jit.resources import csrc_dir
 from fusedops.jit.sources import cuda_sources
 from fusedops.ladders.walls import Wall
 
-__all__ = ["Ladder", "LadderKernel", "Lesson", "Problem", "Step", "own_step", "source_text"]
+__all__ = [
+    "Ladder",
+    "LadderKernel",
+    "Lesson",
+    "Problem",
+    "Step",
+    "own_step",
+    "peer_step",
+    "source_text",
+]
 
 _PARTS = ("Idea", "Wall", "Lever")
 FOLDER = "ladders"
@@ -222,6 +231,31 @@ class Ladder:
     size: int
     problems: Callable[[int], tuple[Problem, ...]]
     steps: tuple[Step, ...]
+
+
+def peer_step(
+    id: str,
+    title: str,
+    lesson: Lesson,
+    peer: str,
+    contender: Callable[[], Contender],
+    inputs: Callable[[Buffers], Buffers] = lambda buffers: buffers,
+) -> Step:
+    """A peer as the reports time it; the ladder has a check of its own.
+
+    Args:
+        peer: which peer must be there.
+        contender: makes the peer, once, when the step first runs.
+        inputs: what the peer takes of the ladder's buffers.
+    """
+    found = functools.cache(contender)
+
+    def prepare(buffers: Buffers) -> Any:
+        make = found().prepare
+        taken = inputs(buffers)
+        return taken if make is None else make(taken)
+
+    return Step(id, title, lesson, lambda state: found().run(state), prepare=prepare, peer=peer)
 
 
 def own_step(

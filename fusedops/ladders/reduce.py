@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,16 @@ from fusedops.bench.oracles import within
 from fusedops.bench.peers import sum_peers
 from fusedops.bench.roofline import Traffic
 from fusedops.ladders.catalog import specified
-from fusedops.ladders.model import FOLDER, Ladder, LadderKernel, Lesson, Problem, Step, own_step
+from fusedops.ladders.model import (
+    FOLDER,
+    Ladder,
+    LadderKernel,
+    Lesson,
+    Problem,
+    Step,
+    own_step,
+    peer_step,
+)
 from fusedops.ops.reduce import reduce
 
 __all__ = ["LADDER"]
@@ -127,15 +135,8 @@ def _problems(size: int) -> tuple[Problem, ...]:
     return (Problem(f"{size} float32", make, check, traffic, size, "additions"),)
 
 
-@functools.cache
 def _cub() -> Contender:
-    """CUB's sum as the reports time it; the ladder has a check of its own."""
     return next(peer for peer in sum_peers(lambda results, buffers: None) if peer.name == "cub")
-
-
-def _prepare_cub(buffers: Buffers) -> Any:
-    prepare = _cub().prepare
-    return buffers if prepare is None else prepare(buffers)
 
 
 _PEERS = {
@@ -150,7 +151,7 @@ _PEERS = {
         lambda buffers: torch.sum(buffers.inputs[0]),
         peer="torch",
     ),
-    "cub": Step(
+    "cub": peer_step(
         f"{NAME}.cub",
         _TITLES[f"{NAME}.cub"],
         Lesson(
@@ -158,9 +159,8 @@ _PEERS = {
             "memory. It reads as fast as the memory gives.",
             "None: the peer to measure up to.",
         ),
-        lambda state: _cub().run(state),
-        prepare=_prepare_cub,
-        peer="cub",
+        "cub",
+        _cub,
     ),
 }
 

@@ -74,6 +74,15 @@ def test_decode_kernel_is_tensor_core_code_without_spills(
 
 
 @needs_dsl
+@pytest.mark.parametrize("m", DECODE_BUCKETS)
+def test_every_padded_m_compiles(m: int, tmp_path: Path) -> None:
+    """CuTe DSL ends the process on some; K is split here, so each CTA owns half of the columns."""
+    problem = make_problem("bias|residual", m)
+    assert choose_decode(problem, "none").split == 2
+    check_code(replace(problem, gpu="none"), tmp_path)
+
+
+@needs_dsl
 @pytest.mark.parametrize(
     ("prologue", "m", "packed"),
     [(RmsNormPrologue(1e-5), 9, True), (RmsNormPrologue(1e-6, "gemma", 1.0), 32, False)],

@@ -112,9 +112,10 @@ def test_act_and_mul(shape: tuple[int, ...], act: str, dtype: torch.dtype) -> No
     with pinned("act_and_mul"):
         y = fusedops.act_and_mul(x, act)
     gate, up = (oracles.floats(part) for part in x.chunk(2, -1))
-    # 1 + erf (or tanh) cancels below 0, so small results carry float32's absolute error.
+    # 1 + erf (or tanh) cancels below 0, so small results carry float32's absolute error; fast
+    # arithmetic in its tanh adds up to an eighth of a float16 step.
     exact = oracles.activation(act, gate) * up
-    assert oracles.ulps_off(y, exact, floor=2.0**-5) <= 0.6
+    assert oracles.ulps_off(y, exact, floor=2.0**-5) <= (0.65 if act == "gelu_tanh" else 0.6)
 
 
 # RoPE

@@ -22,7 +22,13 @@ from fusedops.ops.histogram import (
     expert_histogram,
     histogram,
 )
-from fusedops.ops.quantize import FORMATS, GRANULARITIES, dequantize, quantize
+from fusedops.ops.quantize import (
+    FORMATS,
+    GRANULARITIES,
+    SMALLEST_SCALE,
+    dequantize,
+    quantize,
+)
 from fusedops.ops.reduce import REDUCE_DTYPES, REDUCTIONS, reduce
 from fusedops.ops.transpose import TRANSPOSE_DTYPES, transpose
 from fusedops.providers.base import use_provider
@@ -139,7 +145,7 @@ def test_quantize_rounds_every_tie_like_the_cpu(fmt: str) -> None:
 @pytest.mark.parametrize("fmt", FORMAT_NAMES)
 def test_static_scales_give_the_bits_of_the_cpu(fmt: str) -> None:
     x = special_rows(torch.bfloat16)
-    scales = torch.tensor([1.0, 0.3, 1e-3, 7.0, 0.25, 3.0, 1e38, 1e-38], device=DEVICE)
+    scales = torch.tensor([1.0, 0.3, 1e-3, 7.0, 0.25, 3.0, 1e38, SMALLEST_SCALE], device=DEVICE)
     assert_same_as_cpu_twice(quantize, x, fmt, scale=scales)
     assert_same_as_cpu_twice(quantize, x, fmt, granularity="tensor", scale=scales[1])
 

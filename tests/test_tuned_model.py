@@ -28,9 +28,9 @@ def problem_of(key: str, row: dict[str, Any]) -> GemmProblem:
     return GemmProblem(spec, m, BF16, dtypes, "cuda", H200.sm_count, 16, H200.arch, H200.gpu)
 
 
-def rows_of(family: str) -> list[list[tuple[float, float]]]:
-    """(predicted, measured) of a family's tilings, for each product that has two or more."""
-    tiles = {tile.name: tile for tile in FAMILIES[family]}
+def rows_of(*families: str, least_m: int = 0) -> list[list[tuple[float, float]]]:
+    """(predicted, measured) of the families' tilings, for each product that has two or more."""
+    tiles = {tile.name: tile for family in families for tile in FAMILIES[family]}
     found = []
     for key, row in tuned_choices(H200.gpu).items():
         problem = problem_of(key, row)
@@ -39,7 +39,7 @@ def rows_of(family: str) -> list[list[tuple[float, float]]]:
             for name, us in row["candidates"].items()
             if name in tiles
         ]
-        if len(times) > 1:
+        if len(times) > 1 and problem.m >= least_m:
             found.append(times)
     return found
 
@@ -48,12 +48,23 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-@pytest.mark.parametrize(("family", "slower"), [("decode", 1.02), ("prefill", 1.05)])
-def test_the_first_choice_is_close_to_the_fastest(family: str, slower: float) -> None:
-    rows = rows_of(family)
-    assert len(rows) > 40
+def loss(rows: list[list[tuple[float, float]]]) -> float:
+    """How much slower the tilings predicted fastest are than the fastest, geometric mean."""
     losses = [math.log(min(times)[1] / min(us for _, us in times)) for times in rows]
-    assert math.exp(mean(losses)) < slower
+    return math.exp(mean(losses))
+
+
+# Below 96 rows most of a prefill tile is empty, which its model leaves out: decode tiles win there.
+@pytest.mark.parametrize(
+    ("families", "least_m", "slower"),
+    [(["decode"], 0, 1.02), (["prefill"], 96, 1.02), (["decode", "prefill"], 0, 1.02)],
+)
+def test_the_first_choice_is_close_to_the_fastest(
+    families: list[str], least_m: int, slower: float
+) -> None:
+    rows = rows_of(*families, least_m=least_m)
+    assert len(rows) > 40
+    assert loss(rows) < slower
 
 
 def test_the_decode_model_predicts_times() -> None:

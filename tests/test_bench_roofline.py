@@ -116,8 +116,8 @@ def test_ceilings_are_measured_once_and_never_under_published_ones(
 
 def test_a_contender_far_slower_than_its_slowest_reading_voids_the_row() -> None:
     at = {"gpu": "NVIDIA H200", "M": 16, "N": 6144, "K": 4096}
-    assert void_reason(**at, linear=row(18.4)) is None
-    assert "void" in (void_reason(**at, linear=row(18.6)) or "")
+    assert void_reason(**at, best=row(18.4)) is None
+    assert "void" in (void_reason(**at, best=row(18.6)) or "")
     assert void_reason("NVIDIA H100", 16, 6144, 4096, row(99.0)) is None
     assert void_reason("NVIDIA H200", 4096, 6144, 4096, row(9999.0)) is None
 

@@ -313,6 +313,7 @@ def test_a_void_row_is_refused_before_it_is_kept(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(GoalError, match="the row is void"):
         refuse_void(head, {"torch": us(300.0)}, "cuda")
     refuse_void(head, {"torch": us(252.0)}, "cuda")
+    refuse_void(head, {"torch": us(300.0), CUBLASLT: us(252.0)}, "cuda")
     refuse_void(head, {"torch": us(300.0)}, "cpu")
     refuse_void(dataclasses.replace(head, residual=True), {"torch": us(300.0)}, "cuda")
 

@@ -47,6 +47,7 @@ HEAVY_MODULES = (
     "jinja2",
     "matplotlib",
     "rich",
+    "sympy",
     "transformers",
     "triton",
     "tvm_ffi",
@@ -232,6 +233,7 @@ def test_import_loads_nothing_heavy_and_starts_no_cuda() -> None:
     loaded, cuda_started = loaded_by("import fusedops")
     brought = (loaded - alone) & set(HEAVY_MODULES)
     assert "fusedops" in loaded
+    # torch._dynamo takes a second and shows as sympy, which it brings.
     assert not brought, f"`import fusedops` loads {sorted(brought)}"
     assert not cuda_started
 

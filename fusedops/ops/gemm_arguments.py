@@ -134,7 +134,6 @@ def cached_spec(
 forget_when_redefined(cached_spec.cache_clear)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def spec_text(
     weight: WeightFormat | tuple[int, ...],
     epilogue: Epilogue | str | None,
@@ -155,6 +154,11 @@ def spec_text(
     """
     spec = cached_spec(weight, epilogue, x_dtype, out_dtype, prologue, batch_invariant)
     return spec.text, spec.operand_names
+
+
+# What torch.compiler.assume_constant_result does, which would import torch._dynamo first: it takes
+# longer than all else between ``import fusedops`` and a first result.
+spec_text._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def shape_of(w: Tensor) -> tuple[int, ...]:

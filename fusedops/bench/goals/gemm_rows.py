@@ -174,16 +174,18 @@ def annotated(
 
 
 def refuse_void(layer: Layer, outcomes: Mapping[str, Outcome], device: torch.device | str) -> None:
-    """GoalError where torch's bare product was so slow that the row proves nothing.
+    """GoalError where cuBLAS's bare product was so slow that the row proves nothing.
 
     It is raised before the row is kept, so that the next run measures it again.
     """
-    linear = outcomes.get("torch")
     bare = layer.chain_text == "none" and layer.dtype == torch.bfloat16
-    if torch.device(device).type != "cuda" or not bare or not isinstance(linear, Measurement):
+    products = (outcomes.get(name) for name in ("torch", CUBLASLT))
+    timed = [outcome for outcome in products if isinstance(outcome, Measurement)]
+    if torch.device(device).type != "cuda" or not bare or not timed:
         return
     gpu = torch.cuda.get_device_name(torch.device(device))
-    reason = void_reason(gpu, layer.M, layer.N, layer.K, linear)
+    best = min(timed, key=lambda outcome: outcome.median_us)
+    reason = void_reason(gpu, layer.M, layer.N, layer.K, best)
     if reason is not None:
         raise GoalError(reason)
 

@@ -41,6 +41,8 @@ _TENSOR_FLOPS_PER_US = 800e6
 _MEMORY_BYTES_PER_US = 4.0e6
 _SM_BYTES_PER_US = 112e3
 """What an SM takes in through its port, 64 bytes a cycle: multicast saves L2's reads, not these."""
+_L2_BYTES_PER_US = 12e6
+"""What all SMs together take out of the L2; a multicast counts once."""
 _SHARED_BYTES_PER_CYCLE = 118
 _LAUNCH_US = 3.0
 _EXCHANGE_US = 1.5
@@ -242,7 +244,8 @@ class PrefillTile:
         return None
 
     def predicted_us(self, problem: GemmProblem) -> float:
-        """Time by the analytic model: the larger of memory traffic and the busiest CTA's tiles.
+        """Time by the analytic model: the largest of memory's and the L2's traffic and the busiest
+        CTA's tiles.
 
         A tile takes the longest of its wgmma time (which shared memory bounds for small N: a
         64 x N x 16 instruction reads 2048 + 32 N bytes in N / 2 cycles), and what its SM takes in.
@@ -266,7 +269,11 @@ class PrefillTile:
             tiles_us = max(waves * main_us + 2 * epilogue_us, waves * epilogue_us)
         else:
             tiles_us = waves * (main_us + epilogue_us)
-        return max(tiles_us, problem.minimum_bytes / _MEMORY_BYTES_PER_US) + _LAUNCH_US
+        loaded = problem.m * -(-spec.n // (self.tile_n * self.cluster_n))
+        loaded += spec.n * -(-problem.m // (self.tile_m * self.cluster_m))
+        loaded *= spec.k * element
+        traffic_us = max(loaded / _L2_BYTES_PER_US, problem.minimum_bytes / _MEMORY_BYTES_PER_US)
+        return max(tiles_us, traffic_us) + _LAUNCH_US
 
 
 @cache

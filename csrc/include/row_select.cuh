@@ -1,110 +1,22 @@
-// Selecting from a row by rank: the blocks of a cluster hold the row in shared memory and narrow an
-// interval of keys until few elements are left in it, which one block then sorts.
+// Selecting from a row by rank: the blocks of a cluster narrow an interval of keys until few
+// elements are left in it, which one block then sorts. A pass over the row takes ten bits off it.
 //
-// Keys are integers whose ascending order is the rank of the elements; elements of equal key rank
-// by index. Everything counted is an integer, so no order of additions changes a result.
+// Elements of equal key rank by index. Everything counted is an integer, so no order of additions
+// changes a result.
 #pragma once
 
-#include "cluster.cuh"
-#include "row_piece.cuh"
+#include "candidates.cuh"
 
 namespace fusedops {
 
-constexpr int kSelectWarps = kSelectThreads / kWarp;
-constexpr int kSelectBins = 1024;
-constexpr int kCandidates = 2048;
-constexpr int kMostBlocks = 8;
-constexpr unsigned kAllLanes = 0xffffffffu;
-
-// Sums of weights with 40 bits behind the point, and pairs of a key and an index.
-using Mass = unsigned long long;
-
-// What one block keeps; the dynamic shared memory begins with it.
-struct alignas(kVecBytes) SelectMemory {
-  unsigned counts[kSelectBins];
-  unsigned low[kSelectBins];
-  unsigned high[kSelectBins];
-  Mass list[kCandidates];
-  Mass sorted[kCandidates];
-  Extent extents[kMostBlocks];
-  Extent extent[2];                 // this block's of two joins, for the others to read
-  uint2 words[2];                   // likewise
-  alignas(uint2) unsigned in_list;  // read as two words by other blocks
-  unsigned count_of_warp[kSelectWarps];
-  Mass mass_of_warp[kSelectWarps];
-  int found_bin;
-  unsigned found_count;
-  unsigned found_before;
-  Mass found_mass;
-};
-
-// The sums of the values of the threads before this one; `counts` and `masses` get the totals.
-__device__ __forceinline__ void sums_before(SelectMemory& memory, unsigned& count, Mass& mass,
-                                            unsigned& counts, Mass& masses) {
-  const int lane = threadIdx.x % kWarp;
-  const int warp = threadIdx.x / kWarp;
-  unsigned count_sum = count;
-  Mass mass_sum = mass;
-#pragma unroll
-  for (int step = 1; step < kWarp; step *= 2) {
-    const unsigned other_count = __shfl_up_sync(kAllLanes, count_sum, step);
-    const Mass other_mass = __shfl_up_sync(kAllLanes, mass_sum, step);
-    if (lane >= step) {
-      count_sum += other_count;
-      mass_sum += other_mass;
-    }
-  }
-  __syncthreads();
-  if (lane == kWarp - 1) {
-    memory.count_of_warp[warp] = count_sum;
-    memory.mass_of_warp[warp] = mass_sum;
-  }
-  __syncthreads();
-  unsigned count_start = 0;
-  Mass mass_start = 0;
-  counts = 0;
-  masses = 0;
-#pragma unroll 1
-  for (int i = 0; i < kSelectWarps; ++i) {
-    if (i == warp) {
-      count_start = counts;
-      mass_start = masses;
-    }
-    counts += memory.count_of_warp[i];
-    masses += memory.mass_of_warp[i];
-  }
-  count = count_start + count_sum - count;
-  mass = mass_start + mass_sum - mass;
-}
-
-// Joins what the threads of all blocks found; every thread gets the result. Calls without a cluster
-// barrier between them need different turns: a block may still read what another one joined before.
-template <int kBlocks>
-__device__ __forceinline__ Extent join_extents(SelectMemory& memory, Extent extent, int turn) {
-  extent = join_lanes<JoinExtents, kSelectThreads>(extent, kSelectThreads);
-  if (threadIdx.x == 0) memory.extent[turn] = extent;
-  cluster_barrier<kBlocks>();
-  constexpr int kParts = sizeof(Extent) / sizeof(uint2);
-  if (threadIdx.x < kBlocks * kParts) {
-    const int part = threadIdx.x % kParts;
-    reinterpret_cast<uint2*>(memory.extents)[threadIdx.x] = load_remote<kBlocks>(
-        reinterpret_cast<const uint2*>(memory.extent + turn) + part, threadIdx.x / kParts);
-  }
-  __syncthreads();
-  Extent joined = memory.extents[0];
-#pragma unroll
-  for (int i = 1; i < kBlocks; ++i) joined = JoinExtents::merge(joined, memory.extents[i]);
-  return joined;
-}
-
 // The keys first .. last are those that are still in question.
 //
-// Rule: key(value); coarse(value), bins of the first histogram, ascending with the key;
-// mass(value); interval(bin, first, last), the keys of a coarse bin.
-template <class Rule, int kBlocks>
+// Rule: convert(element), which is a value; key(value); coarse(value), bins of the first histogram,
+// ascending with the key; mass(value); interval(bin, first, last), the keys of a coarse bin.
+template <class Rule, typename T, int kBlocks, int kThreads>
 struct Selection {
   SelectMemory& memory;
-  const Piece& piece;
+  const Piece<T>& piece;
   const Rule& rule;
   unsigned first;
   unsigned last;
@@ -113,7 +25,8 @@ struct Selection {
   unsigned count;    // elements in question
   bool has_counted;
 
-  __device__ __forceinline__ Selection(SelectMemory& memory, const Piece& piece, const Rule& rule)
+  __device__ __forceinline__ Selection(SelectMemory& memory, const Piece<T>& piece,
+                                       const Rule& rule)
       : memory(memory), piece(piece), rule(rule) {
     has_counted = false;
     restart(Rule::kLastKey);
@@ -127,64 +40,86 @@ struct Selection {
     count = 0xffffffffu;
   }
 
+  // As many elements as threads have any are not behind the last of their best ones.
+  __device__ __forceinline__ void restart_behind(const Extent& extent, int k) {
+    const bool is_bound = extent.least != kNoKey && k <= kBlocks * kThreads;
+    restart(is_bound ? rule.key(rule.convert(value_of_key(extent.least))) : Rule::kLastKey);
+  }
+
+  // Lists what is not behind the bounds of `extent`, where that is little; `own` is the best key of
+  // this thread's elements. Otherwise nothing but the lists has changed.
+  __device__ __forceinline__ bool list_quickly(const Extent& extent, unsigned own, int length) {
+    const unsigned bound = min(extent.near, extent.far);
+    if (bound == kNoKey && length > kCandidates) return false;
+    const auto key_of = [&](float element) { return rule.key(rule.convert(element)); };
+    const unsigned to = bound == kNoKey ? kNoKey : key_of(value_of_key(bound));
+    const bool is_owner = own != kNoKey && key_of(value_of_key(own)) <= to;
+    list_of_owners<kThreads>(memory, piece, is_owner, to, key_of);
+    cluster_barrier<kBlocks>();
+    const unsigned all = listed<kBlocks>(memory);
+    if (all > kCandidates) return false;
+    count = all;
+    return true;
+  }
+
   // Narrows the keys to those of one bin, in which the running count (or mass) reaches `limit`.
-  // A limit of 0 with kByMass: the fraction `part` / 2^40 of all mass, to which it is set.
+  // A limit of 0 with kByMass: the fraction `part` / 2^40 of all mass, to which it is set. The bins
+  // behind `last_bin`, before which the caller knows that the limit is reached, are one.
   template <bool kByMass>
-  __device__ __forceinline__ void narrow(bool is_coarse, Mass& limit, Mass part) {
+  __device__ __forceinline__ void narrow(bool is_coarse, Mass& limit, Mass part, int last_bin) {
     if (has_counted) cluster_barrier<kBlocks>();  // others may still read the counters
     has_counted = true;
     const int bits = 32 - __clz(last - first);
     const int shift = max(bits - 10, 0);
-    for (int i = threadIdx.x; i < kSelectBins; i += kSelectThreads) {
+    for (int i = threadIdx.x; i < kSelectBins; i += kThreads) {
       memory.counts[i] = 0;
       if (kByMass) memory.low[i] = memory.high[i] = 0;
     }
     __syncthreads();
-#pragma unroll 1
-    for (int i = threadIdx.x; i - static_cast<int>(threadIdx.x) < piece.count;
-         i += kSelectThreads) {
-      bool is_in = i < piece.count;
-      const float value = is_in ? piece.held[i] : 0.0f;
+    Mass rest = 0;
+    visit<kThreads>(piece, [&](float element, int, bool is_there) {
+      const float value = rule.convert(element);
       const unsigned key = rule.key(value);
-      is_in = is_in && key >= first && key <= last;
+      bool is_in = is_there && key >= first && key <= last;
       const int bin = is_coarse ? rule.coarse(value) : static_cast<int>((key - first) >> shift);
       if constexpr (kByMass) {
-        add_mass(is_in, bin, is_in ? rule.mass(value) : 0);
+        const Mass mass = is_in ? rule.mass(value) : 0;
+        if (bin > last_bin) {
+          rest += mass;
+          is_in = false;
+        }
+        add_mass(is_in, bin, mass);
       } else if (is_in) {
         atomicAdd(memory.counts + bin, 1u);
       }
-    }
+    });
+    if constexpr (kByMass) add_rest(rest);
     cluster_barrier<kBlocks>();
-    // Two neighbouring bins a thread.
-    const int own = 2 * threadIdx.x;
-    unsigned counts[2] = {0, 0};
-    Mass masses[2] = {0, 0};
+    constexpr int kEach = kSelectBins / kThreads;
+    const int own = kEach * threadIdx.x;
+    unsigned counts[kEach] = {};
+    Mass masses[kEach] = {};
+    unsigned count_sum = 0;
+    Mass mass_sum = 0;
 #pragma unroll
-    for (int rank = 0; rank < kBlocks; ++rank) {
-      const uint2 pair =
-          load_remote<kBlocks>(reinterpret_cast<const uint2*>(memory.counts + own), rank);
-      counts[0] += pair.x;
-      counts[1] += pair.y;
+    for (int j = 0; j < kEach; ++j) {
+      counts[j] = static_cast<unsigned>(sum_of_blocks(memory.counts, own + j));
       if constexpr (kByMass) {
-        const uint2 low =
-            load_remote<kBlocks>(reinterpret_cast<const uint2*>(memory.low + own), rank);
-        const uint2 high =
-            load_remote<kBlocks>(reinterpret_cast<const uint2*>(memory.high + own), rank);
-        masses[0] += static_cast<Mass>(high.x) << 32 | low.x;
-        masses[1] += static_cast<Mass>(high.y) << 32 | low.y;
+        masses[j] =
+            sum_of_blocks(memory.low, own + j) + (sum_of_blocks(memory.high, own + j) << 32);
       }
+      count_sum += counts[j];
+      mass_sum += masses[j];
     }
-    unsigned count_sum = counts[0] + counts[1];
-    Mass mass_sum = masses[0] + masses[1];
     unsigned all_counts;
     Mass all_masses;
-    sums_before(memory, count_sum, mass_sum, all_counts, all_masses);
+    sums_before<kThreads>(memory, count_sum, mass_sum, all_counts, all_masses);
     if constexpr (kByMass) {
       if (limit == 0) limit = share_of(all_masses, part);
     }
     const Mass wanted = limit - (kByMass ? mass_before : before);
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
+    for (int j = 0; j < kEach; ++j) {
       const Mass start = kByMass ? mass_sum : count_sum;
       const Mass size = kByMass ? masses[j] : counts[j];
       if (start < wanted && start + size >= wanted) {
@@ -214,13 +149,26 @@ struct Selection {
 
   // Narrows until at most kCandidates elements, or one key, are in question; or one key anyway.
   template <bool kByMass>
-  __device__ __forceinline__ void select(Mass& limit, Mass part, bool to_one_key) {
+  __device__ __forceinline__ void select(Mass& limit, Mass part, bool to_one_key,
+                                         int last_bin = kSelectBins - 1) {
     bool is_coarse = count == 0xffffffffu;
 #pragma unroll 1
     while (is_coarse || (first < last && (to_one_key || count > kCandidates))) {
-      narrow<kByMass>(is_coarse, limit, part);
+      narrow<kByMass>(is_coarse, limit, part, is_coarse ? last_bin : kSelectBins - 1);
       is_coarse = false;
     }
+  }
+
+  // The sum of what the blocks have at place `bin` of the array that lies at `local` in each.
+  __device__ __forceinline__ Mass sum_of_blocks(const unsigned* local, int bin) {
+    Mass sum = 0;
+#pragma unroll
+    for (int rank = 0; rank < kBlocks; ++rank) {
+      // Other blocks' memory is read by two words.
+      const uint2 two = load_remote<kBlocks>(reinterpret_cast<const uint2*>(local) + bin / 2, rank);
+      sum += bin % 2 == 0 ? two.x : two.y;
+    }
+    return sum;
   }
 
   // The least mass that is not below the fraction part / 2^40 of `all`; at least 1, so that the
@@ -253,87 +201,85 @@ struct Selection {
     }
   }
 
-  // Lists the elements of this block with keys in question.
+  // Adds what is in no bin to the last one, so that the bins together have all mass.
+  __device__ __forceinline__ void add_rest(Mass rest) {
+    unsigned none = 0, no_count;
+    Mass all;
+    sums_before<kThreads>(memory, none, rest, no_count, all);
+    if (threadIdx.x == 0) {
+      const Mass sum = (static_cast<Mass>(memory.high[kSelectBins - 1]) << 32) +
+                       memory.low[kSelectBins - 1] + all;
+      memory.low[kSelectBins - 1] = static_cast<unsigned>(sum);
+      memory.high[kSelectBins - 1] = static_cast<unsigned>(sum >> 32);
+    }
+  }
+
+  // The mass of all elements with a key below `key`.
+  __device__ __forceinline__ Mass mass_before_key(unsigned key) {
+    Mass mass = 0, sum;
+    unsigned none = 0, no_count;
+    visit<kThreads>(piece, [&](float element, int, bool is_there) {
+      const float value = rule.convert(element);
+      if (is_there && rule.key(value) < key) mass += rule.mass(value);
+    });
+    sums_before<kThreads>(memory, none, mass, no_count, sum);
+    if (threadIdx.x == 0) {
+      memory.words[0] = make_uint2(static_cast<unsigned>(sum), static_cast<unsigned>(sum >> 32));
+    }
+    cluster_barrier<kBlocks>();
+    Mass all = 0;
+#pragma unroll
+    for (int rank = 0; rank < kBlocks; ++rank) {
+      const uint2 words = load_remote<kBlocks>(memory.words, rank);
+      all += static_cast<Mass>(words.y) << 32 | words.x;
+    }
+    return all;
+  }
+
+  // Lists the elements with keys up to `last`.
   __device__ __forceinline__ void list() {
     if (threadIdx.x == 0) memory.in_list = 0;
     __syncthreads();
-#pragma unroll 1
-    for (int i = threadIdx.x; i < piece.count; i += kSelectThreads) {
-      const unsigned key = rule.key(piece.held[i]);
-      if (key >= first && key <= last) append(key, piece.begin + i);
-    }
+    visit<kThreads>(piece, [&](float element, int index, bool is_there) {
+      const unsigned key = rule.key(rule.convert(element));
+      if (is_there && key <= last) append(memory, key, index);
+    });
   }
 
-  __device__ __forceinline__ void append(unsigned key, int index) {
-    memory.list[atomicAdd(&memory.in_list, 1u)] = static_cast<Mass>(key) << 32 | index;
-  }
-
-  // Calls each(i, is_tie_within) for the block's elements in order, all threads together; of the
-  // elements whose key is `first`, the first `quota` of the row are within.
-  template <class Each>
-  __device__ __forceinline__ void visit_ties(unsigned quota, Each each) {
-    unsigned own = 0;
-    for (int i = threadIdx.x; i < piece.count; i += kSelectThreads) {
-      own += rule.key(piece.held[i]) == first;
-    }
+  // How many elements of the blocks before this one have the key `first`.
+  __device__ __forceinline__ unsigned ties_before() {
+    unsigned own = 0, all;
+    visit<kThreads>(piece, [&](float element, int, bool is_there) {
+      own += is_there && rule.key(rule.convert(element)) == first;
+    });
     Mass none = 0, no_mass;
-    unsigned all;
-    sums_before(memory, own, none, all, no_mass);
+    sums_before<kThreads>(memory, own, none, all, no_mass);
     if (threadIdx.x == 0) memory.words[1] = make_uint2(all, 0);
     cluster_barrier<kBlocks>();
-    unsigned start = 0;
+    unsigned sum = 0;
     const unsigned me = rank_in_cluster<kBlocks>();
     for (unsigned rank = 0; rank < me; ++rank) {
-      start += load_remote<kBlocks>(memory.words + 1, rank).x;
+      sum += load_remote<kBlocks>(memory.words + 1, rank).x;
     }
+    return sum;
+  }
+
+  // Calls each(value, index, is_there, is_tie_within) for the block's elements in order, all
+  // threads together; of the elements whose key is `first`, the first `quota` of the row are
+  // within. `start`: those of the blocks before this one.
+  template <class Each>
+  __device__ __forceinline__ void visit_ties(unsigned start, unsigned quota, Each each) {
 #pragma unroll 1
-    for (int base = 0; base < piece.count; base += kSelectThreads) {
-      const int i = base + threadIdx.x;
-      const bool is_tie = i < piece.count && rule.key(piece.held[i]) == first;
-      unsigned rank = is_tie;
-      sums_before(memory, rank, none, all, no_mass);
-      if (i < piece.count) each(i, is_tie && start + rank < quota);
+    for (int base = 0; base < piece.count; base += kThreads) {
+      const int place = base + threadIdx.x;
+      const bool is_there = place < piece.count;
+      const float value = rule.convert(is_there ? piece.at(place) : 0.0f);
+      const bool is_tie = is_there && rule.key(value) == first;
+      unsigned rank = is_tie, all;
+      Mass none = 0, no_mass;
+      sums_before<kThreads>(memory, rank, none, all, no_mass);
+      each(value, piece.begin + place, is_there, is_tie && start + rank < quota);
       start += all;
-    }
-  }
-
-  // Copies the lists of all blocks into this one's `sorted`; returns how many there are. The lists
-  // must be complete, and their blocks must stay until a barrier behind this.
-  __device__ __forceinline__ int collect() {
-    int size = 0;
-#pragma unroll 1
-    for (int rank = 0; rank < kBlocks; ++rank) {
-      const unsigned part =
-          load_remote<kBlocks>(reinterpret_cast<const uint2*>(&memory.in_list), rank).x;
-      for (unsigned i = threadIdx.x; i < part; i += kSelectThreads) {
-        reinterpret_cast<uint2*>(memory.sorted)[size + i] =
-            load_remote<kBlocks>(reinterpret_cast<const uint2*>(memory.list) + i, rank);
-      }
-      size += part;
-    }
-    return size;
-  }
-
-  // Sorts the first `size` of `sorted` (Batcher, "Sorting networks and their applications", 1968).
-  __device__ __forceinline__ void sort(int size) {
-    const int padded = size <= 2 ? 2 : 1 << (32 - __clz(size - 1));
-    for (int i = size + threadIdx.x; i < padded; i += kSelectThreads) memory.sorted[i] = ~0ull;
-    __syncthreads();
-#pragma unroll 1
-    for (int run = 2; run <= padded; run *= 2) {
-#pragma unroll 1
-      for (int step = run / 2; step > 0; step /= 2) {
-        for (int pair = threadIdx.x; pair < padded / 2; pair += kSelectThreads) {
-          const int low = pair / step * 2 * step + pair % step;
-          const Mass a = memory.sorted[low];
-          const Mass b = memory.sorted[low + step];
-          if ((a > b) == ((low & run) == 0)) {
-            memory.sorted[low] = b;
-            memory.sorted[low + step] = a;
-          }
-        }
-        __syncthreads();
-      }
     }
   }
 };

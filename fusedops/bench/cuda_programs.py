@@ -102,14 +102,14 @@ def _calls(sizes: ModelSizes, dtype: torch.dtype, most: int, gpu: Gpu) -> Iterat
         yield FUSED_ADD_RMS_NORM, plan_norm, (x, x, weight, 1e-6, 0.0, True)
         gate_up = _new(rows, 2 * sizes.intermediate_size, dtype=dtype)
         yield ACT_AND_MUL, plan_act_and_mul, (gate_up, sizes.activation)
-        yield GREEDY, plan_greedy, (_new(rows, vocabulary, dtype=dtype),)
+        logits = _new(rows, vocabulary, dtype=dtype)
+        one_each, seeds = _new(rows, dtype=torch.float32), _new(rows, dtype=torch.int64)
+        yield GREEDY, plan_greedy, (logits,)
+        yield SAMPLE, plan_sample, (logits, one_each, seeds, None, None)
         for index_dtype in (torch.int32, torch.int64):
             ids = _new(rows, dtype=index_dtype)
             yield EMBEDDING, plan_embedding, (ids, table)
             yield EMBEDDING_SUMSQ, plan_embedding_sumsq, (ids, table)
-    logits, one = _new(1, vocabulary, dtype=dtype), _new(1, dtype=torch.float32)
-    seed = _new(1, dtype=torch.int64)
-    yield SAMPLE, plan_sample, (logits, one, seed, None, None)
     yield from _cache_calls(sizes, dtype)
 
 

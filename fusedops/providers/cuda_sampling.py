@@ -1,7 +1,7 @@
 """``greedy`` and ``sample`` by csrc, and the k largest elements of a row.
 
-A row's maximum is a reduction. For the others a cluster holds a row in shared memory, so that it is
-read once however many passes the choice takes.
+A row's maximum is a reduction. For the others the blocks of a cluster share a row; what they read
+again after the first pass lies in the L2.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fusedops.errors import ConfigError, DeviceError, UnsupportedError
 from fusedops.jit.nvrtc import CudaProgram
 from fusedops.providers.base import current_policy
 from fusedops.providers.cuda_base import NAME
-from fusedops.providers.cuda_call import CallPlan, CudaCall, most_shared_bytes
+from fusedops.providers.cuda_call import CallPlan, CudaCall
 from fusedops.providers.cuda_plan import Gpu, Launch, View, ceil_div
 from fusedops.providers.cuda_reduce import plan_reduce
 from fusedops.providers.cuda_reduce_ops import KERNEL_DTYPES
@@ -36,19 +36,30 @@ __all__ = [
 MAX_TOP_K = 1024
 """The most elements of a row that ``top_k`` sorts."""
 
-SELECT_MEMORY_BYTES = 45456
-"""``sizeof(SelectMemory)`` of csrc/include/row_select.cuh."""
+SELECT_MEMORY_BYTES = 48464
+"""``sizeof(SelectMemory)`` of csrc/include/select_memory.cuh."""
 
 _SOURCE = "sampling.cu"
-_THREADS = 512
-_CLUSTER_BLOCKS = 8
-_LEAST_SHARED_LENGTH = 8192
+
+_LAYOUTS = ((8, 512), (4, 512), (2, 1024), (1, 1024))
+"""Blocks a row and threads a block; one block an SM must be enough for all rows.
+
+The first that fits has all blocks running at once, so that no SM waits for a second round.
+"""
+
+_MANY_ROWS = (1, 512)
+"""Of more rows: two blocks an SM."""
+
+_LEAST_CLUSTER_LENGTH = 8192
 """Rows from this length on are worth a cluster."""
 
 _ROW_GAMMA = 0xD1B54A32D192ED03 - (1 << 64)
 """Distance of the seeds of neighbouring rows under one shared seed, as int64."""
 
 _LARGEST_GRID = 2**31 - 1
+
+_LARGEST_LENGTH = 2**23
+"""So many weights of up to 2^40 have a sum of 64 bits."""
 
 _SAMPLE_PARAMETERS = (*["pointer"] * 6, "int32", "int32", *["int64"] * 7)
 _TOP_K_PARAMETERS = (*["pointer"] * 3, "int32", "int32", "int32", "int64", "int64")
@@ -62,6 +73,16 @@ def plan_greedy(views: Sequence[View], gpu: Gpu) -> CallPlan:
     return CallPlan(((plan.shape, plan.dtype),), plan.launches, plan.work_bytes)
 
 
+def _layout(rows: int, length: int, gpu: Gpu) -> tuple[int, int]:
+    """Blocks a row and threads a block."""
+    if length < _LEAST_CLUSTER_LENGTH:
+        return _MANY_ROWS
+    for blocks, threads in _LAYOUTS:
+        if (blocks == 1 or gpu.has_clusters) and rows * blocks <= gpu.sms:
+            return blocks, threads
+    return _MANY_ROWS
+
+
 def _row_launch(
     name: str,
     x: View,
@@ -72,30 +93,22 @@ def _row_launch(
 ) -> Launch:
     """A cluster a row; the kernel takes the length of rows and of pieces before the constants."""
     rows, length = x.shape
-    blocks = _CLUSTER_BLOCKS if gpu.has_clusters and length >= _LEAST_SHARED_LENGTH else 1
-    # Pieces begin at a multiple of 16 bytes where rows do.
-    chunk = ceil_div(ceil_div(length, blocks), 16) * 16
-    # Up to three elements in front, so that vectors stay aligned.
-    shared_bytes = SELECT_MEMORY_BYTES + (chunk + 4) * 4
-    most = most_shared_bytes(gpu)
-    if shared_bytes > most:
-        held = (most - SELECT_MEMORY_BYTES) // 4 // 16 * 16 - 16
-        limit = held * (_CLUSTER_BLOCKS if gpu.has_clusters else 1)
-        raise UnsupportedError(
-            f"holds a row in shared memory, up to {limit} elements on {gpu.arch}; got {length}"
-        )
+    if length > _LARGEST_LENGTH:
+        raise UnsupportedError(f"takes rows of up to {_LARGEST_LENGTH} elements, got {length}")
+    blocks, threads = _layout(rows, length, gpu)
     if rows * blocks > _LARGEST_GRID:
         raise UnsupportedError(f"takes up to {_LARGEST_GRID // blocks} rows, got {rows}")
-    kernel = f"fusedops::{name}<{KERNEL_DTYPES[x.dtype]}, {blocks}>"
+    kernel = f"fusedops::{name}<{KERNEL_DTYPES[x.dtype]}, {blocks}, {threads}>"
     return Launch(
         CudaProgram(_SOURCE, (kernel,)),
         kernel,
         parameters,
         tensors,
-        (length, chunk, *constants),
+        # Pieces begin at a multiple of 16 bytes where rows do.
+        (length, ceil_div(ceil_div(length, blocks), 16) * 16, *constants),
         (rows * blocks, 1),
-        threads=_THREADS,
-        shared_bytes=shared_bytes,
+        threads=threads,
+        shared_bytes=SELECT_MEMORY_BYTES,
         cluster=blocks,
     )
 
@@ -104,7 +117,7 @@ def plan_sample(views: Sequence[View | None], gpu: Gpu) -> CallPlan:
     """How a token a row is drawn.
 
     Raises:
-        UnsupportedError: a row does not fit into the shared memory of a cluster.
+        UnsupportedError: a row has more than 2^23 elements.
     """
     logits, temperature, seed, top_k, top_p = views
     if logits is None or temperature is None or seed is None:
@@ -172,7 +185,7 @@ def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
     Raises:
         DTypeError, ShapeError, DeviceError, ConfigError: an argument is not as described.
-        UnsupportedError: a row does not fit into the shared memory of a cluster.
+        UnsupportedError: a row has more than 2^23 elements.
     """
     require_dtype("top_k", "x", x, ACTIVATION_DTYPES)
     require_dim("top_k", "x", x, 2, exactly=True)

@@ -26,7 +26,7 @@ __all__ = ["ladder"]
 
 ALL = "all"
 EXIT_FAILED = 1
-_COLUMNS = ("step", "us", "spread", "TB/s", "of ceiling", "wall")
+_COLUMNS = ("step", "us", "spread", "rate", "of ceiling", "wall")
 
 
 def _names(word: str) -> tuple[str, ...]:
@@ -51,7 +51,7 @@ def _print_tables(target: Console, report: Report, names: tuple[str, ...]) -> in
     for name in names:
         this = load_ladder(name)
         for problem, rows in report.ladders.get(name, {}).items():
-            lines = [[row[place] for place in places] for row in table_rows(this, rows)]
+            lines = [[row[place] for place in places] for row in table_rows(this, problem, rows)]
             print_table(target, f"{name}: {problem}", _COLUMNS, lines)
             for note in counters_notes(rows):
                 target.print(note, markup=False, soft_wrap=True)

@@ -38,6 +38,8 @@ METRICS: dict[str, tuple[str, ...]] = {
         "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_st.sum",
     ),
     "active_threads": ("smsp__thread_inst_executed_per_inst_executed.ratio",),
+    "load_units_pct": ("l1tex__data_pipe_lsu_wavefronts.avg.pct_of_peak_sustained_elapsed",),
+    "fma_pipe_pct": ("sm__inst_executed_pipe_fma.avg.pct_of_peak_sustained_active",),
     "tensor_pipe_pct": ("sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",),
     "occupancy_pct": ("sm__warps_active.avg.pct_of_peak_sustained_active",),
     "registers": ("launch__registers_per_thread",),
@@ -64,6 +66,8 @@ class Counters:
         shared_load_wavefronts, shared_store_wavefronts: turns that shared memory took.
         bank_conflicts: turns of those that conflicts added.
         active_threads: threads of 32 that an average instruction ran for.
+        load_units_pct: turns of L1 and shared memory, of the most that they take.
+        fma_pipe_pct: multiply-adds of the CUDA cores, of the most that they issue.
         tensor_pipe_pct: cycles with a busy tensor pipe.
         occupancy_pct: warps on a multiprocessor, of the most it holds.
         registers: a thread.
@@ -80,6 +84,8 @@ class Counters:
     shared_store_wavefronts: float | None = None
     bank_conflicts: float | None = None
     active_threads: float | None = None
+    load_units_pct: float | None = None
+    fma_pipe_pct: float | None = None
     tensor_pipe_pct: float | None = None
     occupancy_pct: float | None = None
     registers: float | None = None

@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,11 +22,15 @@ from fusedops.bench.roofline import Traffic
 from fusedops.errors import ConfigError
 from fusedops.jit.launch import cuda_module, device_arch
 from fusedops.jit.nvrtc import CudaProgram
-from fusedops.jit.resources import csrc_dir
+from fusedops.jit.resources import PACKAGE_DIR, csrc_dir
 from fusedops.jit.sources import cuda_sources
 from fusedops.ladders.walls import Wall
 
+if TYPE_CHECKING:
+    from fusedops.ladders.report import ResultRow
+
 __all__ = [
+    "Finding",
     "Ladder",
     "LadderKernel",
     "Lesson",
@@ -162,6 +166,7 @@ class Problem:
         traffic: the least bytes that any kernel moves.
         operations: what is counted in the roofline plot: additions, counts, elements moved.
         unit: the name of one of them, plural.
+        kind: which steps solve it, see ``Step.kinds``.
     """
 
     name: str
@@ -170,6 +175,7 @@ class Problem:
     traffic: Traffic
     operations: float
     unit: str
+    kind: str = ""
 
 
 @dataclass(frozen=True)
@@ -186,8 +192,13 @@ class Step:
         kernels: own kernels that it launches.
         files: files of csrc that it depends on, with what they include.
         peer: the peer that must be there, e.g. ``cub``; empty for own steps.
-        operation: the operation whose provider ``cuda`` must have served it; empty elsewhere.
+        operation: the operation whose ``provider`` must have served it; empty elsewhere.
+        provider: pinned while it runs.
         capability: the least compute capability.
+        kinds: of the problems that it solves; empty for all.
+        modules: Python files of fusedops that hold its code, relative to the package.
+        recorded: figures of an earlier run, for a step that is shown and never run.
+        readings: what is read beside the time, once it is known to be right: name -> value.
     """
 
     id: str
@@ -199,17 +210,48 @@ class Step:
     files: tuple[str, ...] = ()
     peer: str = ""
     operation: str = ""
+    provider: str = "cuda"
     capability: tuple[int, int] = (8, 0)
+    kinds: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+    recorded: str = ""
+    readings: Callable[[torch.device], dict[str, float]] | None = None
+
+    def solves(self, problem: Problem) -> bool:
+        """Whether the step is for problems of that kind."""
+        return not self.kinds or problem.kind in self.kinds
 
     def contender(self, problem: Problem) -> Contender:
         """The step on a problem, as the timer takes it."""
         return Contender(self.id, self.run, problem.check, prepare=self.prepare)
 
     def sources(self, versions: Mapping[str, str]) -> str:
-        """Hash of the code behind the step: of its files, or of a peer's installed versions."""
+        """Hash of the code behind the step: of its files, and of installed versions where it is not
+        all in ``csrc``."""
         files = [pair for file in self.files for pair in cuda_sources(file).files]
-        text = json.dumps(files or sorted(versions.items()))
+        files += [(name, _digest(name)) for name in self.modules]
+        text = json.dumps([*files, *(() if self.files else sorted(versions.items()))])
         return hashlib.sha256(f"{self.id} {text}".encode()).hexdigest()[:16]
+
+
+def _digest(module: str) -> str:
+    return hashlib.sha256((PACKAGE_DIR / module).read_bytes()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a ladder's rows say together: a table below them on the page.
+
+    Attributes:
+        title: heading.
+        text: one paragraph, computed from the rows.
+        headings, lines: the table.
+    """
+
+    title: str
+    text: str
+    headings: tuple[str, ...]
+    lines: tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -223,6 +265,7 @@ class Ladder:
         size: size of the problems in the report.
         problems: makes the problems of a size; tests take a small one.
         steps: from the first to the last.
+        findings: what problem -> step's id -> row say together; None for nothing.
     """
 
     name: str
@@ -231,6 +274,12 @@ class Ladder:
     size: int
     problems: Callable[[int], tuple[Problem, ...]]
     steps: tuple[Step, ...]
+    findings: Callable[[Mapping[str, Mapping[str, ResultRow]]], tuple[Finding, ...]] | None = None
+
+    def steps_on(self, problem: str) -> tuple[Step, ...]:
+        """The steps that solve the problem of that name."""
+        named = [each for each in self.problems(self.size) if each.name == problem]
+        return tuple(step for step in self.steps if all(map(step.solves, named)))
 
 
 def peer_step(

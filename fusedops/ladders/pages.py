@@ -9,7 +9,7 @@ from pathlib import Path
 from fusedops.bench.environment import Environment
 from fusedops.bench.files import write_text
 from fusedops.ladders.catalog import built, load_ladder, specified
-from fusedops.ladders.model import Ladder, Problem, Step, source_text
+from fusedops.ladders.model import Finding, Ladder, Problem, Step, source_text
 from fusedops.ladders.report import Report, ResultRow
 from fusedops.ladders.roofline_plot import roofline_svg
 from fusedops.ladders.table import HEADINGS, counters_notes, table_rows
@@ -69,6 +69,13 @@ def _parts(ladder: Ladder, report: Report) -> list[tuple[Problem, Mapping[str, R
     return found
 
 
+def _findings(ladder: Ladder, report: Report) -> tuple[Finding, ...]:
+    """What the recorded rows of a ladder say together."""
+    if ladder.findings is None:
+        return ()
+    return ladder.findings(report.ladders.get(ladder.name, {}))
+
+
 def _lessons(step: Step) -> tuple[tuple[str, str], ...]:
     lesson = step.lesson
     return (("Idea", lesson.idea), ("Wall", lesson.wall), ("Lever", lesson.lever))
@@ -101,9 +108,13 @@ def _html_ladder(ladder: Ladder, report: Report) -> str:
     parts = [f"<h2>{html.escape(ladder.title)}</h2>", f"<p>{html.escape(ladder.intro)}</p>"]
     for problem, rows in _parts(ladder, report):
         parts.append(f"<h3>{html.escape(problem.name)}</h3>")
-        parts.append(_html_table(HEADINGS, table_rows(ladder, rows)))
+        parts.append(_html_table(HEADINGS, table_rows(ladder, problem.name, rows)))
         parts += [f"<p>{html.escape(note)}</p>" for note in counters_notes(rows)]
         parts.append(roofline_svg(problem, rows, report.ceilings))
+    for finding in _findings(ladder, report):
+        parts.append(f"<h3>{html.escape(finding.title)}</h3>")
+        parts.append(f"<p>{html.escape(finding.text)}</p>")
+        parts.append(_html_table(finding.headings, finding.lines))
     parts.append("<h3>The steps</h3>")
     parts += map(_html_step, ladder.steps)
     return "\n".join(filter(None, parts))
@@ -162,8 +173,11 @@ def markdown(report: Report, names: Sequence[str]) -> str:
         lines += ["", f"## {ladder.title}", "", ladder.intro]
         for problem, rows in _parts(ladder, report):
             lines += ["", f"### {problem.name}", ""]
-            lines += _markdown_table(HEADINGS, table_rows(ladder, rows))
+            lines += _markdown_table(HEADINGS, table_rows(ladder, problem.name, rows))
             lines += [f"\n{note}" for note in counters_notes(rows)]
+        for finding in _findings(ladder, report):
+            lines += ["", f"### {finding.title}", "", _escaped(finding.text), ""]
+            lines += _markdown_table(finding.headings, finding.lines)
         lines.append("")
         for step in ladder.steps:
             lesson = " ".join(f"*{part}:* {text}" for part, text in _lessons(step))

@@ -36,17 +36,20 @@ def run_profiled(ladder_name: str, problem_name: str, step_ids: Sequence[str]) -
     def mark() -> None:
         marker.launch((1, 1, 1), (32, 1, 1), (dot, dot, 1.0, 1))
 
-    with use_provider("cuda", strict=True):
+    def run(name: str) -> None:
+        with use_provider(steps[name].provider, strict=True):
+            steps[name].run(states[name])
+
+    mark()
+    for name in step_ids:
+        run(name)
+    torch.cuda.synchronize()
+    torch.cuda.profiler.start()
+    for name in step_ids:
         mark()
-        for name in step_ids:
-            steps[name].run(states[name])
-        torch.cuda.synchronize()
-        torch.cuda.profiler.start()
-        for name in step_ids:
-            mark()
-            steps[name].run(states[name])
-        torch.cuda.synchronize()
-        torch.cuda.profiler.stop()
+        run(name)
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
 
 
 if __name__ == "__main__":

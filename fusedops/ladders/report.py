@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +39,11 @@ class ResultRow:
         counters_absent: why there are none; empty where there are, or where no time is.
         bytes_per_s: the problem's least bytes over the time.
         operations_per_s: the problem's operations over the time.
+        flops_per_s: the problem's floating-point operations over the time; None where bytes count.
         of_ceiling: the floor over the time; 1 is the measured ceiling.
         intensity: operations a byte: of memory where that was counted, else of the least traffic.
         wall: by rule; empty where no rule can tell.
+        readings: what else the step was asked for.
     """
 
     outcome: Outcome
@@ -49,9 +51,11 @@ class ResultRow:
     counters_absent: str = ""
     bytes_per_s: float | None = None
     operations_per_s: float | None = None
+    flops_per_s: float | None = None
     of_ceiling: float | None = None
     intensity: float | None = None
     wall: str = ""
+    readings: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,9 @@ def derived(
     moved = traffic.read_bytes + traffic.write_bytes
     counted = counters.dram_bytes if counters is not None else None
     wall = wall_of(outcome, traffic, problem.operations, limits, counters)
+    flops = {"flops_per_s": traffic.flops / outcome.median_us * 1e6} if traffic.flops else {}
     return {
+        **flops,
         "bytes_per_s": moved / outcome.median_us * 1e6,
         "operations_per_s": problem.operations / outcome.median_us * 1e6,
         "of_ceiling": floor(traffic, limits).fraction(outcome.median_us),
@@ -94,12 +100,13 @@ def derived(
 
 
 def _row(data: dict[str, Any]) -> ResultRow:
-    names = ("bytes_per_s", "operations_per_s", "of_ceiling", "intensity", "wall")
+    names = ("bytes_per_s", "operations_per_s", "flops_per_s", "of_ceiling", "intensity")
+    values = {name: data[name] for name in (*names, "wall", "readings") if name in data}
     return ResultRow(
         outcome_from_json(data["outcome"]),
         Counters.from_json(data["counters"]) if "counters" in data else None,
         data.get("counters_absent", ""),
-        **{name: data[name] for name in names if name in data},
+        **values,
     )
 
 

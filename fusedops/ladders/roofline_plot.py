@@ -70,14 +70,15 @@ def roofline_svg(problem: Problem, rows: Mapping[str, ResultRow], limits: Ceilin
     bandwidth = limits.read_bytes_per_s if reads else limits.read_write_bytes_per_s
     least = problem.operations / moved
     every_x = [least, *(x for _, x, _ in points)]
-    every_y = [bandwidth * least, *(y for _, _, y in points)]
+    peak = limits.bf16_flops_per_s if traffic.flops else math.inf
+    every_y = [min(bandwidth * least, peak), *(y for _, _, y in points)]
     across = _Scale(min(every_x) / 4, max(every_x) * 4, _LEFT, _WIDTH - _RIGHT)
     up = _Scale(min(every_y) / 2, max(every_y) * 6, _HEIGHT - _BOTTOM, _TOP)
     name = html.escape(problem.name, quote=True)
     parts = [
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="Roofline of {name}">',
         *_axes(across, up, problem.unit),
-        *_roof(across, up, bandwidth, "read" if reads else "read and write"),
+        *_roof(across, up, bandwidth, "read" if reads else "read and write", peak),
         *_points(across, up, points),
         "</svg>",
     ]
@@ -105,10 +106,25 @@ def _axes(across: _Scale, up: _Scale, unit: str) -> list[str]:
     return parts
 
 
-def _roof(across: _Scale, up: _Scale, bandwidth: float, kind: str) -> list[str]:
-    # From where the line enters the frame to where it leaves it.
+def _roof(across: _Scale, up: _Scale, bandwidth: float, kind: str, peak: float) -> list[str]:
+    """The slope of the bandwidth, and the level of the peak from the ridge point on."""
+    ridge = peak / bandwidth
+    parts = _slope(across, up, bandwidth, kind, ridge)
+    start = max(across.low, ridge)
+    if start < across.high:
+        x1, x2, y = across.at(start), across.at(across.high), up.at(peak)
+        label = f"tensor cores {peak / 1e12:.0f} TFLOP/s"
+        parts += [
+            f'<line class="roof" x1="{x1:.1f}" y1="{y:.1f}" x2="{x2:.1f}" y2="{y:.1f}"/>',
+            f'<text class="roof-label end" x="{x2 - 6:.1f}" y="{y - 6:.1f}">{label}</text>',
+        ]
+    return parts
+
+
+def _slope(across: _Scale, up: _Scale, bandwidth: float, kind: str, ridge: float) -> list[str]:
+    # From where the line enters the frame to where it leaves it or meets the peak.
     low = max(across.low, up.low / bandwidth)
-    high = min(across.high, up.high / bandwidth)
+    high = min(across.high, up.high / bandwidth, ridge)
     if low >= high:
         return []
     ends = [(across.at(x), up.at(x * bandwidth)) for x in (low, high)]

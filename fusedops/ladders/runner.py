@@ -83,11 +83,14 @@ def tasks_of(names: Sequence[str], pattern: str | None = None) -> list[Task]:
         for ladder in ladders
         for problem in ladder.problems(ladder.size)
         for step in chosen[ladder.name]
+        if step.solves(problem)
     ]
 
 
 def _unavailable(step: Step, device: torch.device) -> str | None:
     """Why a step cannot run here."""
+    if step.recorded:
+        return step.recorded
     if step.peer:
         status = peer_status([step.peer])[step.peer]
         if isinstance(status, Absent):
@@ -105,7 +108,8 @@ def time_step(task: Task, device: torch.device, protocol: Protocol) -> Outcome:
     reason = _unavailable(task.step, device)
     if reason is not None:
         return Absent(reason)
-    with use_provider("cuda", strict=True) as usage:
+    step = task.step
+    with use_provider(step.provider, strict=True) as usage:
         try:
             outcome = measure(
                 [task.step.contender(task.problem)],
@@ -115,10 +119,17 @@ def time_step(task: Task, device: torch.device, protocol: Protocol) -> Outcome:
             )[task.step.id]
         except (RuntimeError, ValueError) as error:
             return Failed(f"{type(error).__name__}: {error}")
-    operation = task.step.operation
-    if operation and isinstance(outcome, Measurement) and not usage.count(operation, "cuda"):
-        return Failed(f"{operation} was not served by the provider cuda")
+    missed = step.operation and not usage.count(step.operation, step.provider)
+    if missed and isinstance(outcome, Measurement):
+        return Failed(f"{step.operation} was not served by the provider {step.provider}")
     return outcome
+
+
+def _readings(task: Task, outcome: Outcome, device: torch.device) -> dict[str, Any]:
+    """What a step is asked for beside its time, as a field of its row."""
+    if task.step.readings is None or not isinstance(outcome, Measurement):
+        return {}
+    return {"readings": task.step.readings(device)}
 
 
 @dataclass(frozen=True)
@@ -164,7 +175,8 @@ class Runner:
             advance(task.step.id, 0)
             if not self._is_recorded(task):
                 outcome = time_step(task, self.device, self.protocol)
-                self._record(task, {"outcome": outcome_to_json(outcome)})
+                values = _readings(task, outcome, self.device)
+                self._record(task, {"outcome": outcome_to_json(outcome), **values})
             advance(task.step.id, 1)
         self._profile(tasks, advance)
         self._derive(tasks, limits)

@@ -15,7 +15,7 @@ HEADINGS = (
     "step",
     "us",
     "spread",
-    "TB/s",
+    "rate",
     "of ceiling",
     "excess sectors",
     "bank conflicts",
@@ -41,6 +41,12 @@ def _percent(value: float | None) -> str:
 
 def _us(value: float) -> str:
     return f"{value:.2f}" if value < 1000 else f"{value:.0f}"
+
+
+def _rate(row: ResultRow) -> str:
+    if row.flops_per_s is not None:
+        return f"{row.flops_per_s / 1e12:.1f} TFLOP/s"
+    return _NONE if row.bytes_per_s is None else f"{row.bytes_per_s / 1e12:.2f} TB/s"
 
 
 def _counter_cells(counters: Counters | None) -> tuple[str, ...]:
@@ -77,12 +83,11 @@ def cells(step: Step, row: ResultRow | None) -> tuple[str, ...]:
         elif isinstance(row.outcome, Absent):
             state = f"absent: {row.outcome.reason}"
         return (step.id, state, *([""] * (len(HEADINGS) - 3)), lines)
-    rate = _NONE if row.bytes_per_s is None else f"{row.bytes_per_s / 1e12:.2f}"
     return (
         step.id,
         _us(row.outcome.median_us),
         f"{row.outcome.spread:.1%}",
-        rate,
+        _rate(row),
         _percent(row.of_ceiling),
         *_counter_cells(row.counters),
         row.wall or "not known without counters",
@@ -90,9 +95,11 @@ def cells(step: Step, row: ResultRow | None) -> tuple[str, ...]:
     )
 
 
-def table_rows(ladder: Ladder, rows: Mapping[str, ResultRow]) -> list[tuple[str, ...]]:
-    """All steps of a ladder on one problem, run or not."""
-    return [cells(step, rows.get(step.id)) for step in ladder.steps]
+def table_rows(
+    ladder: Ladder, problem: str, rows: Mapping[str, ResultRow]
+) -> list[tuple[str, ...]]:
+    """All steps of a ladder that solve one problem, run or not."""
+    return [cells(step, rows.get(step.id)) for step in ladder.steps_on(problem)]
 
 
 def counters_notes(rows: Mapping[str, ResultRow]) -> list[str]:

@@ -24,6 +24,8 @@ class Wall(Enum):
     BANK_CONFLICTS = "bank conflicts"
     DIVERGENCE = "divergence"
     SHARED_ATOMICS = "shared atomics"
+    FMA_PIPE = "FMA pipe"
+    LOAD_UNITS = "load units"
     TENSOR_PIPE = "tensor pipe"
     LATENCY = "latency"
 
@@ -43,7 +45,8 @@ FEW_ACTIVE_THREADS = 24.0
 ATOMICS_AN_OPERATION = 0.25
 """Atomic additions (32 a warp's instruction) for each operation of the problem."""
 
-BUSY_TENSOR_PIPE_PCT = 60.0
+BUSY_PIPE_PCT = 60.0
+"""Of its peak; from here on a pipe is the wall."""
 
 
 def wall_of(
@@ -57,8 +60,8 @@ def wall_of(
 
     A time under ``NEAR_LAUNCH`` empty kernels is the launch. ``NEAR_ROOF`` of the floor is the
     memory, or the tensor pipe where FLOPs set the floor. Then the counters, in this order: global
-    atomics, excess sectors, bank conflicts, divergence, shared atomics, tensor pipe. What none
-    explains is latency: too little under way, barriers, or instructions.
+    atomics, excess sectors, bank conflicts, divergence, shared atomics, then the pipes: FMA, load
+    units, tensor. What none explains is latency: too little under way, barriers, or instructions.
 
     Args:
         row: the step's time.
@@ -84,7 +87,9 @@ def wall_of(
         (Wall.BANK_CONFLICTS, counters.conflict_share, CONFLICT_SHARE),
         (Wall.DIVERGENCE, counters.inactive_threads, 32.0 - FEW_ACTIVE_THREADS),
         (Wall.SHARED_ATOMICS, counters.shared_atomics, atomics),
-        (Wall.TENSOR_PIPE, counters.tensor_pipe_pct, BUSY_TENSOR_PIPE_PCT),
+        (Wall.FMA_PIPE, counters.fma_pipe_pct, BUSY_PIPE_PCT),
+        (Wall.LOAD_UNITS, counters.load_units_pct, BUSY_PIPE_PCT),
+        (Wall.TENSOR_PIPE, counters.tensor_pipe_pct, BUSY_PIPE_PCT),
     )
     for wall, value, limit in rules:
         if value is not None and value >= limit:

@@ -8,7 +8,7 @@ from typing import Any
 
 from fusedops.bench.environment import Environment
 from fusedops.bench.files import write_json
-from fusedops.bench.measurement import Measurement, Outcome, outcome_to_json, summarize
+from fusedops.bench.measurement import Absent, Measurement, Outcome, outcome_to_json, summarize
 from fusedops.bench.roofline import Ceilings
 from fusedops.ladders import built, load_ladder
 from fusedops.ladders.counters import Counters
@@ -43,8 +43,9 @@ def write_results(
         ladder = load_ladder(name)
         for problem in ladder.problems(ladder.size):
             rows = ladders.setdefault(name, {}).setdefault(problem.name, {})
-            for number, step in enumerate(ladder.steps):
-                outcome = (other or {}).get(step.id) or timed(4000.0 / (number + 1))
+            for number, step in enumerate(ladder.steps_on(problem.name)):
+                usual = Absent(step.recorded) if step.recorded else timed(4000.0 / (number + 1))
+                outcome = (other or {}).get(step.id) or usual
                 read = {"counters": counters.to_json()} if counters else {}
                 rows[step.id] = {
                     "outcome": outcome_to_json(outcome),

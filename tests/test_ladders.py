@@ -99,9 +99,10 @@ def test_a_lesson_names_idea_wall_and_lever(step: Step) -> None:
     lesson = step.lesson
     assert min(map(len, (lesson.idea, lesson.wall, lesson.lever))) > 10
     assert lesson.expected in Wall
-    assert bool(step.kernels) == (lesson.lines > 0)
-    # Own code, a peer, or the library's operation: each step is exactly one of them.
-    assert [bool(step.kernels), bool(step.peer), bool(step.operation)].count(True) == 1
+    assert bool(step.kernels or step.modules) == (lesson.lines > 0)
+    # Own code, a peer, the library's operation, or a record: each step is exactly one of them.
+    kinds = (step.kernels, step.peer, step.operation, step.recorded)
+    assert list(map(bool, kinds)).count(True) == 1
 
 
 def test_a_file_without_its_lesson_is_refused(
@@ -152,7 +153,7 @@ def test_a_tile_step_refuses_what_it_has_no_tiles_for() -> None:
 def test_a_peer_solves_the_problems_and_a_wrong_answer_is_seen(name: str) -> None:
     ladder = load_ladder(name)
     step = next(each for each in ladder.steps if each.peer == "torch")
-    for problem in ladder.problems(4096 if name != "transpose" else 64):
+    for problem in ladder.problems({"transpose": 64, "gemm": 128}.get(name, 4096)):
         buffers = problem.make(torch.Generator().manual_seed(1))
         result = step.run(buffers)
         results = buffers.outputs if result is None else (result,)

@@ -147,8 +147,10 @@ def _how_to_read(report: Report) -> str:
         "percentile over the median. TB/s are the least bytes over the time. The ceiling is "
         f"{limits.read_bytes_per_s / 1e12:.2f} TB/s for reads and "
         f"{limits.read_write_bytes_per_s / 1e12:.2f} TB/s for reads and writes, as measured "
-        f"({'; '.join(limits.details)}). Counters are those of a step's longest kernel, read in a "
-        "run of their own; the wall follows from them by rule."
+        f"({'; '.join(limits.details)}); rates in TFLOP/s are held to the tensor cores' "
+        f"{limits.bf16_flops_per_s / 1e12:.0f} TFLOP/s in bfloat16, whatever the dtype. Counters "
+        "are those of a step's longest kernel, read in a run of their own; the wall follows from "
+        "them by rule."
     )
 
 

@@ -14,6 +14,7 @@ from fusedops.bench.peers import Available, peer_status
 from fusedops.bench.roofline import Ceilings
 from fusedops.bench.timer import Protocol
 from fusedops.ladders import built, load_ladder
+from fusedops.ladders.gemm_problem import product_problem
 from fusedops.ladders.model import Ladder, Problem, Step
 from fusedops.ladders.profiled import run_profiled
 from fusedops.ladders.runner import Runner, Task
@@ -25,18 +26,22 @@ COVERS = (
     "csrc/transpose.cu",
     "csrc/reduce.cu",
     "csrc/histogram.cu",
+    "fusedops/cutlass",
     "fusedops/ladders",
 )
 
 pytestmark = pytest.mark.gpu
 
 STEPS = [(name, step) for name in built() for step in load_ladder(name).steps]
-SMALL = {"transpose": 256, "reduce": 1_000_003, "histogram": 1_000_003}
+STEPPED = [name for name in built() if load_ladder(name).steps]
+SMALL = {"transpose": 256, "reduce": 1_000_003, "histogram": 1_000_003, "gemm": 256}
 SIZES = {"reduce": (1, 255, 4_099), "histogram": (1, 15, 33_333)}
 
 
 def skip_unless_it_can_run(step: Step) -> None:
     """Skip a step whose peer is absent or that needs a newer GPU."""
+    if step.recorded:
+        pytest.skip(step.recorded)
     if step.peer:
         status = peer_status([step.peer])[step.peer]
         if not isinstance(status, Available):
@@ -48,7 +53,7 @@ def skip_unless_it_can_run(step: Step) -> None:
 def verdict(step: Step, problem: Problem, buffers: Buffers) -> str | None:
     """What is wrong with the step's result, run twice on poisoned outputs."""
     state = buffers if step.prepare is None else step.prepare(buffers)
-    with use_provider("cuda", strict=True) as usage:
+    with use_provider(step.provider, strict=True) as usage:
         for _ in range(2):
             for output in buffers.outputs:
                 poison(output)
@@ -58,7 +63,7 @@ def verdict(step: Step, problem: Problem, buffers: Buffers) -> str | None:
             if found is not None:
                 return found
     if step.operation:
-        assert usage.count(step.operation, "cuda") == 2
+        assert usage.count(step.operation, step.provider) == 2
     return None
 
 
@@ -67,7 +72,7 @@ def test_a_step_equals_torch(name: str, step: Step) -> None:
     skip_unless_it_can_run(step)
     ladder = load_ladder(name)
     for size in (SMALL[name], *SIZES.get(name, ())):
-        for problem in ladder.problems(size):
+        for problem in filter(step.solves, ladder.problems(size)):
             buffers = problem.make(torch.Generator("cuda").manual_seed(size))
             assert verdict(step, problem, buffers) is None, (problem.name, size)
 
@@ -92,29 +97,56 @@ def test_the_second_pass_is_bitwise_repeatable() -> None:
     assert all(torch.equal(torch.as_tensor(step.run(state)), first) for _ in range(20))
 
 
-@pytest.mark.parametrize("name", built())
+GEMM = load_ladder("gemm")
+
+
+@pytest.mark.parametrize("step", GEMM.steps, ids=lambda step: step.id)
+def test_a_product_takes_matrices_that_are_not_square(step: Step) -> None:
+    skip_unless_it_can_run(step)
+    for kind in (problem.kind for problem in GEMM.problems(128)):
+        for m, n, k in ((128, 384, 64), (640, 128, 1088)):
+            problem = product_problem(kind, m, n, k)
+            if step.solves(problem):
+                buffers = problem.make(torch.Generator("cuda").manual_seed(m))
+                assert verdict(step, problem, buffers) is None, problem.name
+
+
+@pytest.mark.parametrize(
+    "step", [step for step in GEMM.steps if step.readings], ids=lambda step: step.id
+)
+def test_a_product_loads_what_the_formula_says(step: Step) -> None:
+    assert step.readings is not None
+    found = step.readings(torch.device("cuda", torch.cuda.current_device()))
+    assert found["loads"] == found["predicted_loads"] > 0
+
+
+@pytest.mark.parametrize("name", STEPPED)
 def test_the_process_that_is_profiled_runs_its_steps(name: str) -> None:
     ladder = load_ladder(name)
-    problem = ladder.problems(ladder.size)[0].name
     here = torch.cuda.get_device_capability()
-    own = [step for step in ladder.steps if not step.peer and step.capability <= here]
-    run_profiled(name, problem, [step.id for step in own])
+    own = [step for step in ladder.steps if not step.peer and not step.recorded]
+    for problem in ladder.problems(ladder.size):
+        steps = [step for step in own if step.capability <= here and step.solves(problem)]
+        run_profiled(name, problem.name, [step.id for step in steps])
 
 
-@pytest.mark.parametrize("name", built())
+@pytest.mark.parametrize("name", STEPPED)
 def test_a_run_records_every_step(name: str, tmp_path: Path) -> None:
     ladder: Ladder = load_ladder(name)
     protocol = Protocol(samples=3, min_samples=1, cap_s=0.1, settle_max_s=0.05)
     limits = Ceilings(torch.cuda.get_device_name(), 4e12, 3.5e12, 700e12, 1.2)
     device = torch.device("cuda", torch.cuda.current_device())
     runner = Runner(tmp_path, collect_environment(), device, protocol, read=None, limits=limits)
-    problem = ladder.problems(1024 if name == "transpose" else 1 << 22)[0]
-    tasks = [Task(ladder, problem, step) for step in ladder.steps]
-    rows = runner.run(tasks, lambda what, rows: None).ladders[name][problem.name]
+    every = ladder.problems({"transpose": 1024, "gemm": 1024}.get(name, 1 << 22))
+    problems = every if name == "gemm" else every[:1]
+    tasks = [Task(ladder, each, step) for each in problems for step in ladder.steps]
+    tasks = [task for task in tasks if task.step.solves(task.problem)]
+    recorded = runner.run(tasks, lambda what, rows: None).ladders[name]
     wrong = {
-        step: row.outcome
-        for step, row in rows.items()
+        task.step.id: row.outcome
+        for task in tasks
+        for row in [recorded[task.problem.name][task.step.id]]
         if not isinstance(row.outcome, Measurement | Absent)
     }
     assert not wrong
-    assert list(rows) == sorted(step.id for step in ladder.steps)
+    assert sum(map(len, recorded.values())) == len(tasks)

@@ -173,8 +173,8 @@ def recorded_words() -> str:
     row = next(row for row in record["products"] if {row["m"], row["n"], row["k"]} == {SIZE})
     return (
         f"not run here; recorded on {record['date']} on an {record['gpu']}: {row['emitter_us']} us "
-        f"with bias and SiLU in its epilogue, where cuBLAS took {row['cublas_us']} us for the "
-        f"product and {row['cublas_silu_us']} us with SiLU apart"
+        f"with bias or scale and SiLU in its epilogue, where cuBLAS took {row['cublas_us']} us for "
+        f"the product and {row['cublas_silu_us']} us with SiLU apart"
     )
 
 

@@ -19,6 +19,8 @@ from fusedops.ladders.catalog import built, load_ladder, specified
 from serving_demo.files import written_line
 
 if TYPE_CHECKING:
+    from fusedops.ladders.figure_run import FigureTask
+    from fusedops.ladders.figures import Figure
     from fusedops.ladders.report import Report
     from fusedops.ladders.runner import Task
 
@@ -56,6 +58,23 @@ def _print_tables(target: Console, report: Report, names: tuple[str, ...]) -> in
             for note in counters_notes(rows):
                 target.print(note, markup=False, soft_wrap=True)
             failed += sum(isinstance(row.outcome, Failed) for row in rows.values())
+        failed += _print_figures(target, report, this.figures)
+    return failed
+
+
+def _print_figures(target: Console, report: Report, figures: Sequence[Figure]) -> int:
+    """The tables of the figures that were run; returns how many of their rows failed."""
+    from fusedops.ladders.figure_table import figure_tables
+
+    failed = 0
+    for figure in figures:
+        result = report.figures.get(figure.id)
+        if result is None:
+            continue
+        for table in figure_tables(figure, result):
+            lines = [list(line) for line in table.lines]
+            print_table(target, f"{figure.id}: {table.panel.name}", table.headings, lines)
+        failed += result.failed
     return failed
 
 
@@ -84,7 +103,7 @@ def _committed() -> Path:
     return max(found, key=lambda file: read_report(file).environment.date)
 
 
-def _run(tasks: Sequence[Task], out: Path, profile: bool, force: bool) -> Report:
+def _run(tasks: Sequence[Task | FigureTask], out: Path, profile: bool, force: bool) -> Report:
     from fusedops.bench.environment import collect_environment
     from fusedops.ladders.counters import read_counters
     from fusedops.ladders.runner import Runner

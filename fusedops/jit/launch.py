@@ -298,6 +298,10 @@ class CudaKernel:
             lambda status: self._retry(plan, device, launch_args, status),
         )
 
+    def function(self, device: int) -> int:
+        """The driver's handle of the kernel on a device, for asking it; raises as ``launch``."""
+        return self._functions.get(device) or self._load(device)
+
     def _retry(self, plan: _Plan, device: int, launch_args: tuple[Any, ...], status: int) -> None:
         api = self._api
         if status == INVALID_CONTEXT:  # the first CUDA call of a new thread

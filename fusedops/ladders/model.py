@@ -20,13 +20,14 @@ from fusedops.bench.contenders import Contender
 from fusedops.bench.data import Buffers
 from fusedops.bench.roofline import Traffic
 from fusedops.errors import ConfigError
-from fusedops.jit.launch import cuda_module, device_arch
+from fusedops.jit.launch import CudaKernel, cuda_module, device_arch
 from fusedops.jit.nvrtc import CudaProgram
 from fusedops.jit.resources import PACKAGE_DIR, csrc_dir
 from fusedops.jit.sources import cuda_sources
 from fusedops.ladders.walls import Wall
 
 if TYPE_CHECKING:
+    from fusedops.ladders.figures import Figure
     from fusedops.ladders.report import ResultRow
 
 __all__ = [
@@ -149,10 +150,17 @@ class LadderKernel:
         Raises:
             BuildError, KernelMissingError, LaunchError, DeviceError: as ``CudaKernel.launch``.
         """
-        device = next(arg.get_device() for arg in args if isinstance(arg, Tensor))
-        module = cuda_module(self.program, device_arch(device))
-        kernel = module.kernel(self.program.kernels[0], self.parameters)
-        kernel.launch(grid, threads, args, shared_bytes=shared_bytes)
+        device = next(arg.device for arg in args if isinstance(arg, Tensor))
+        self.loaded(device).launch(grid, threads, args, shared_bytes=shared_bytes)
+
+    def loaded(self, device: torch.device) -> CudaKernel:
+        """The kernel for a CUDA device, compiled when first asked for.
+
+        Raises:
+            BuildError, KernelMissingError: as ``cuda_module``.
+        """
+        module = cuda_module(self.program, device_arch(device.index or 0))
+        return module.kernel(self.program.kernels[0], self.parameters)
 
 
 @dataclass(frozen=True)
@@ -266,6 +274,7 @@ class Ladder:
         problems: makes the problems of a size; tests take a small one.
         steps: from the first to the last.
         findings: what problem -> step's id -> row say together; None for nothing.
+        figures: measurements with axes of their own, behind the steps.
     """
 
     name: str
@@ -275,6 +284,12 @@ class Ladder:
     problems: Callable[[int], tuple[Problem, ...]]
     steps: tuple[Step, ...]
     findings: Callable[[Mapping[str, Mapping[str, ResultRow]]], tuple[Finding, ...]] | None = None
+    figures: tuple[Figure, ...] = ()
+
+    @property
+    def rungs(self) -> tuple[Step | Figure, ...]:
+        """Everything with a lesson: the steps, then the figures."""
+        return (*self.steps, *self.figures)
 
     def steps_on(self, problem: str) -> tuple[Step, ...]:
         """The steps that solve the problem of that name."""

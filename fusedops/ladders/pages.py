@@ -9,6 +9,9 @@ from pathlib import Path
 from fusedops.bench.environment import Environment
 from fusedops.bench.files import write_text
 from fusedops.ladders.catalog import built, load_ladder, specified
+from fusedops.ladders.figure_plot import panel_svg
+from fusedops.ladders.figure_table import figure_tables
+from fusedops.ladders.figures import Figure
 from fusedops.ladders.model import Finding, Ladder, Problem, Step, source_text
 from fusedops.ladders.report import Report, ResultRow
 from fusedops.ladders.roofline_plot import roofline_svg
@@ -76,7 +79,7 @@ def _findings(ladder: Ladder, report: Report) -> tuple[Finding, ...]:
     return ladder.findings(report.ladders.get(ladder.name, {}))
 
 
-def _lessons(step: Step) -> tuple[tuple[str, str], ...]:
+def _lessons(step: Step | Figure) -> tuple[tuple[str, str], ...]:
     lesson = step.lesson
     return (("Idea", lesson.idea), ("Wall", lesson.wall), ("Lever", lesson.lever))
 
@@ -93,15 +96,30 @@ def _html_table(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return f'<div class="scroll"><table>\n{body}\n</table></div>'
 
 
-def _html_step(step: Step) -> str:
+def _files(step: Step | Figure) -> list[str]:
+    """The files of its own kernels, each once."""
+    return list(dict.fromkeys(kernel.file for kernel in step.kernels))
+
+
+def _html_step(step: Step | Figure) -> str:
     terms = "".join(f"<dt>{name}</dt><dd>{html.escape(text)}</dd>" for name, text in _lessons(step))
     code = "".join(
-        f"<details><summary>csrc/{kernel.file}, {step.lesson.lines} lines of code</summary>"
-        f"<pre>{html.escape(source_text(kernel.file))}</pre></details>"
-        for kernel in step.kernels
+        f"<details><summary>csrc/{file}, {step.lesson.lines} lines of code</summary>"
+        f"<pre>{html.escape(source_text(file))}</pre></details>"
+        for file in _files(step)
     )
     title = f"{html.escape(step.id)}: {html.escape(step.title)}"
     return f'<section class="step" id="{step.id}"><h4>{title}</h4><dl>{terms}</dl>{code}</section>'
+
+
+def _html_figure(figure: Figure, report: Report) -> str:
+    parts = [_html_step(figure)]
+    for table in figure_tables(figure, report.figures.get(figure.id)):
+        parts.append(f"<h5>{html.escape(table.panel.name)}</h5>")
+        parts.append(_html_table(table.headings, table.lines))
+        parts += [f"<p>{html.escape(note)}</p>" for note in table.notes]
+        parts.append(panel_svg(table.panel, table.rows))
+    return "\n".join(filter(None, parts))
 
 
 def _html_ladder(ladder: Ladder, report: Report) -> str:
@@ -115,8 +133,10 @@ def _html_ladder(ladder: Ladder, report: Report) -> str:
         parts.append(f"<h3>{html.escape(finding.title)}</h3>")
         parts.append(f"<p>{html.escape(finding.text)}</p>")
         parts.append(_html_table(finding.headings, finding.lines))
-    parts.append("<h3>The steps</h3>")
+    if ladder.steps:
+        parts.append("<h3>The steps</h3>")
     parts += map(_html_step, ladder.steps)
+    parts += [_html_figure(figure, report) for figure in ladder.figures]
     return "\n".join(filter(None, parts))
 
 
@@ -181,9 +201,14 @@ def markdown(report: Report, names: Sequence[str]) -> str:
             lines += ["", f"### {finding.title}", "", _escaped(finding.text), ""]
             lines += _markdown_table(finding.headings, finding.lines)
         lines.append("")
-        for step in ladder.steps:
+        for step in ladder.rungs:
             lesson = " ".join(f"*{part}:* {text}" for part, text in _lessons(step))
             lines.append(f"- **{step.id}** ({step.title}). {_escaped(lesson)}")
+        for figure in ladder.figures:
+            for table in figure_tables(figure, report.figures.get(figure.id)):
+                lines += ["", f"### {figure.id}: {table.panel.name}", ""]
+                lines += _markdown_table(table.headings, table.lines)
+                lines += [f"\n{note}" for note in table.notes]
     lines += ["", *(f"{line}\n" for line in not_built())]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -199,10 +224,8 @@ def write_pages(report: Report, names: Sequence[str], folder: Path) -> tuple[Pat
 def explain(ladder: Ladder) -> str:
     """The lesson of a ladder as plain text."""
     lines = [ladder.title, "", ladder.intro]
-    for step in ladder.steps:
+    for step in ladder.rungs:
         lines += ["", f"{step.id}: {step.title}"]
         lines += [f"  {part.lower():<5}  {text}" for part, text in _lessons(step)]
-        lines += [
-            f"  code   csrc/{kernel.file}, {step.lesson.lines} lines" for kernel in step.kernels
-        ]
+        lines += [f"  code   csrc/{file}, {step.lesson.lines} lines" for file in _files(step)]
     return "\n".join(lines)

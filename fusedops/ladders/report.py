@@ -13,6 +13,7 @@ from fusedops.bench.measurement import Measurement, Outcome, outcome_from_json
 from fusedops.bench.roofline import Ceilings, floor
 from fusedops.errors import ConfigError, LoadError
 from fusedops.ladders.counters import Counters
+from fusedops.ladders.figures import FigureResult
 from fusedops.ladders.model import Problem
 from fusedops.ladders.walls import wall_of
 
@@ -66,11 +67,13 @@ class Report:
         environment: where they come from.
         ceilings: of that GPU.
         ladders: ladder -> problem -> step's id -> row.
+        figures: figure's id -> its rows.
     """
 
     environment: Environment
     ceilings: Ceilings
     ladders: Mapping[str, Mapping[str, Mapping[str, ResultRow]]]
+    figures: Mapping[str, FigureResult] = field(default_factory=dict)
 
 
 def ceilings_to_json(limits: Ceilings) -> dict[str, Any]:
@@ -135,6 +138,10 @@ def read_report(path: Path) -> Report:
                     for problem, rows in problems.items()
                 }
                 for ladder, problems in data["ladders"].items()
+            },
+            {
+                figure: FigureResult.from_json(entry)
+                for figure, entry in data.get("figures", {}).items()
             },
         )
     except (KeyError, TypeError, AttributeError, ConfigError) as error:

@@ -31,6 +31,8 @@ from fusedops.bench.timer import Protocol
 from fusedops.errors import ConfigError
 from fusedops.ladders.catalog import load_ladder
 from fusedops.ladders.counters import Counters, read_counters
+from fusedops.ladders.figure_run import FigureTask, run_figures
+from fusedops.ladders.figures import Figure
 from fusedops.ladders.model import Ladder, Problem, Step
 from fusedops.ladders.report import SCHEMA, Report, ceilings_to_json, derived, read_report
 from fusedops.providers.base import use_provider
@@ -43,20 +45,20 @@ NOT_READ = "not read: --no-counters"
 CounterReader = Callable[[str, str, Sequence[str]], dict[str, Counters] | str]
 
 
-def select_steps(ladders: Sequence[Ladder], pattern: str | None) -> dict[str, list[Step]]:
-    """Ladder -> its steps whose id matches the pattern (shell style); all without one.
+def select_steps(ladders: Sequence[Ladder], pattern: str | None) -> dict[str, list[Step | Figure]]:
+    """Ladder -> its steps and figures whose id matches the pattern (shell style); all without one.
 
     Raises:
         ConfigError: no step matches.
     """
     found = {
         ladder.name: [
-            step for step in ladder.steps if pattern is None or fnmatchcase(step.id, pattern)
+            step for step in ladder.rungs if pattern is None or fnmatchcase(step.id, pattern)
         ]
         for ladder in ladders
     }
     if not any(found.values()):
-        ids = ", ".join(step.id for ladder in ladders for step in ladder.steps)
+        ids = ", ".join(step.id for ladder in ladders for step in ladder.rungs)
         raise ConfigError(f"--steps {pattern}: no step's id matches; accepted are {ids}.")
     return found
 
@@ -70,21 +72,25 @@ class Task:
     step: Step
 
 
-def tasks_of(names: Sequence[str], pattern: str | None = None) -> list[Task]:
-    """The rows of ladders, in the order of the report.
+def tasks_of(names: Sequence[str], pattern: str | None = None) -> list[Task | FigureTask]:
+    """The rows and figures of ladders, in the order of the report.
 
     Raises:
         ConfigError: as ``load_ladder`` and ``select_steps``.
     """
     ladders = [load_ladder(name) for name in names]
     chosen = select_steps(ladders, pattern)
-    return [
-        Task(ladder, problem, step)
-        for ladder in ladders
-        for problem in ladder.problems(ladder.size)
-        for step in chosen[ladder.name]
-        if step.solves(problem)
-    ]
+    tasks: list[Task | FigureTask] = []
+    for ladder in ladders:
+        rungs = chosen[ladder.name]
+        tasks += [
+            Task(ladder, problem, step)
+            for problem in ladder.problems(ladder.size)
+            for step in rungs
+            if isinstance(step, Step) and step.solves(problem)
+        ]
+        tasks += [FigureTask(ladder.name, each) for each in rungs if isinstance(each, Figure)]
+    return tasks
 
 
 def _unavailable(step: Step, device: torch.device) -> str | None:
@@ -159,18 +165,38 @@ class Runner:
         """The file of results."""
         return self.folder / RESULTS
 
-    def run(self, tasks: Sequence[Task], advance: Callable[[str, int], None]) -> Report:
+    def run(
+        self, tasks: Sequence[Task | FigureTask], advance: Callable[[str, int], None]
+    ) -> Report:
         """Time every row, then read counters for each problem, and return all that is recorded.
 
         Args:
             tasks: from ``tasks_of``.
-            advance: called with what is under way, and how many rows were timed since.
+            advance: called with what is under way, and how many rows or figures were done since.
 
         Raises:
             LoadError: the file of results is damaged or of another schema.
         """
         limits = self.limits or row_ceilings(self.device)
         self._begin(limits)
+        rows = [task for task in tasks if isinstance(task, Task)]
+        self._run_rows(rows, limits, advance)
+        run_figures(
+            [task for task in tasks if isinstance(task, FigureTask)],
+            self.path,
+            self.device,
+            limits,
+            self.environment.versions,
+            force=self.force,
+            read=self.read,
+            not_read=NOT_READ,
+            advance=advance,
+        )
+        return read_report(self.path)
+
+    def _run_rows(
+        self, tasks: Sequence[Task], limits: Ceilings, advance: Callable[[str, int], None]
+    ) -> None:
         for task in tasks:
             advance(task.step.id, 0)
             if not self._is_recorded(task):
@@ -180,7 +206,6 @@ class Runner:
             advance(task.step.id, 1)
         self._profile(tasks, advance)
         self._derive(tasks, limits)
-        return read_report(self.path)
 
     def _begin(self, limits: Ceilings) -> None:
         """Start a file, or go on with one of the same GPU."""

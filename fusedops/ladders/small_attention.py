@@ -25,6 +25,7 @@ LENGTHS = (256, 512, 1024, 2048, 4096)
 _PITCH = DIM + 1
 _THREADS = 256
 _LENGTH = 2048
+_SERIES = ("materialised", "online, 16 rows", "online, 128 rows")
 _WRITTEN = 64
 """Rows a block of the kernels that materialise."""
 
@@ -126,46 +127,41 @@ def _rows_of(name: str) -> int:
     return int(name.removeprefix("online, ").removesuffix(" rows"))
 
 
+def _values(name: str, buffers: Buffers, formula: float, us: float) -> dict[str, float]:
+    counted = counted_elements(name, buffers)
+    return {
+        "us": us,
+        "counted MB": 4 * counted / 1e6,
+        "formula MB": 4 * formula / 1e6,
+        "counted / formula": counted / formula,
+    }
+
+
 def _measured(
-    bench: Bench, length: int, names: tuple[str, ...], place: Callable[[str], tuple[str, float]]
+    bench: Bench, length: int, series: dict[str, str], x: str, at: float
 ) -> Iterator[FigureRow]:
-    contenders = [Contender(name, RUNS[name], check_attention) for name in names]
+    """A row for each of ``series``: its name in the panel -> its name in ``RUNS``."""
+    contenders = [Contender(name, RUNS[run], check_attention) for name, run in series.items()]
     outcomes = bench.time(contenders, functools.partial(make_attention, length))
     buffers = make_attention(length, bench.generator())
     for name, outcome in outcomes.items():
-        x, at = place(name)
-        is_online = name.startswith("online")
-        terms = online_terms(length, _rows_of(name)) if is_online else materialised_terms(length)
-        counted = counted_elements(name, buffers)
-        values = {
-            "counted MB": 4 * counted / 1e6,
-            "formula MB": 4 * HEADS * terms / 1e6,
-            "counted / formula": counted / (HEADS * terms),
-        }
-        yield outcome_row(
-            name if len(names) > 1 or not is_online else "online",
-            x,
-            at,
-            outcome,
-            lambda us, values=values: {"us": us, **values},  # type: ignore[misc]
-        )
+        run = series[name]
+        is_online = run.startswith("online")
+        terms = online_terms(length, _rows_of(run)) if is_online else materialised_terms(length)
+        values = functools.partial(_values, run, buffers, HEADS * terms)
+        yield outcome_row(name, x, at, outcome, values)
 
 
 def _lengths(bench: Bench) -> Iterator[FigureRow]:
-    names = ("materialised", "online, 16 rows", "online, 128 rows")
     for length in LENGTHS:
-        yield from _measured(bench, length, names, lambda _, n=length: (str(n), n))  # type: ignore[misc]
+        yield from _measured(bench, length, {name: name for name in _SERIES}, str(length), length)
 
 
 def _memories(bench: Bench) -> Iterator[FigureRow]:
     for rows in ROWS:
         elements = on_chip_elements(rows)
-        yield from _measured(
-            bench,
-            _LENGTH,
-            (f"online, {rows} rows",),
-            lambda _, m=elements: (f"{m:,}", m),  # type: ignore[misc]
-        )
+        series = {"online": f"online, {rows} rows"}
+        yield from _measured(bench, _LENGTH, series, f"{elements:,}", elements)
 
 
 def _probe(name: str, length: int, device: torch.device) -> Callable[[], object]:
@@ -191,7 +187,7 @@ def attention(id: str, title: str) -> Figure:
             log_y=True,
             probes={
                 f"{name}, {length}": functools.partial(_probe, name, length)
-                for name in ("materialised", "online, 16 rows", "online, 128 rows")
+                for name in _SERIES
                 for length in LENGTHS[-2:]
             },
             counted={

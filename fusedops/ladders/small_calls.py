@@ -30,6 +30,8 @@ __all__ = ["PATHS", "calls", "lacks_compiler"]
 _CALLS = 200
 _SAMPLES = 15
 _LIBRARY = "fusedops_ladder"
+_LEGACY_STREAM = 1
+"""The default stream by the handle that is no null: ``CU_STREAM_LEGACY``."""
 
 Call = Callable[[Tensor], object]
 """One step of the chain on x, of ``THREADS`` float32, in place on the current stream."""
@@ -136,7 +138,7 @@ def cuda_core_call(device: torch.device) -> tuple[Call, float | None]:
     Device(device.index or 0).set_current()
     kernel = ObjectCode.from_cubin(cubin).get_kernel(mangled)
     config = LaunchConfig(grid=1, block=THREADS)
-    stream = Stream.from_handle(_stream(device))
+    stream = Stream.from_handle(_stream(device) or _LEGACY_STREAM)
     numbers = ctypes.c_int(1), ctypes.c_int(THREADS)
     return lambda x: launch(stream, config, kernel, x.data_ptr(), *numbers), build_s
 

@@ -12,6 +12,7 @@ from fusedops.bench.contenders import Contender
 from fusedops.bench.data import Buffers
 from fusedops.bench.measurement import Outcome
 from fusedops.bench.oracles import bitwise, within
+from fusedops.errors import LaunchError
 from fusedops.ladders.figures import Bench, Figure, FigureRow, Panel, outcome_row
 from fusedops.ladders.model import FOLDER, LadderKernel, lesson_of
 from fusedops.ladders.occupancy import (
@@ -275,14 +276,18 @@ def _clusters(bench: Bench) -> Iterator[FigureRow]:
         if torch.cuda.get_device_capability(bench.device) < (9, 0):
             yield FigureRow("clusters", x, blocks, absent="needs compute capability 9.0")
             continue
+        try:
+            found = clusters_at_once(
+                _CLUSTER.loaded(bench.device), bench.device, THREADS, _CLUSTER_KIB << 10, blocks
+            )
+        except LaunchError as error:
+            yield FigureRow("clusters", x, blocks, absent=str(error))
+            continue
         grid = blocks * (_WAVES * bench.sms // blocks)
         outputs = Buffers((), (torch.empty(grid, dtype=torch.int32, device=bench.device),))
         contender = cluster_contender(blocks, grid)
         # Hot, because next to nothing is moved: there are no buffers worth rotating.
         (outcome,) = bench.time([contender], lambda _, made=outputs: made, hot=True).values()  # type: ignore[misc]
-        found = clusters_at_once(
-            _CLUSTER.loaded(bench.device), bench.device, THREADS, _CLUSTER_KIB << 10, blocks
-        )
         values = {
             "clusters at once": found,
             "blocks at once": found * blocks,

@@ -96,6 +96,8 @@ def test_a_figure_is_measured_again_for_other_files_or_versions() -> None:
     assert saxpy.sources({"torch": "1"}) != saxpy.sources({"torch": "2"})
     other = replace(saxpy, kernels=FIGURES["small.coalescing"].kernels)
     assert saxpy.sources({}) != other.sources({})
+    assert saxpy.modules == ("ladders/small_memory.py",)
+    assert saxpy.sources({}) != replace(saxpy, modules=("ladders/small_host.py",)).sources({})
 
 
 # Results
@@ -189,6 +191,25 @@ def test_a_figure_is_run_once_and_again_when_forced(tmp_path: Path) -> None:
     assert len(calls) == 1
     run(task, tmp_path, force=True)
     assert len(calls) == 2
+
+
+def test_what_was_absent_is_looked_for_again(tmp_path: Path) -> None:
+    calls: list[str] = []
+    task = stand_in([FigureRow("s", "-", absent="no g++")], calls)
+    for _ in range(2):
+        result, _ = run(task, tmp_path)
+        assert [row.absent for row in result.rows] == ["no g++"]
+    assert len(calls) == 2
+
+
+def test_counters_that_were_refused_are_asked_for_again_alone(tmp_path: Path) -> None:
+    calls: list[str] = []
+    task = stand_in([replace(ROW, counters=None)], calls, ["s, 4"])
+    assert run(task, tmp_path)[0].counters_absent == NOT_READ
+    assert run(task, tmp_path)[0].counters_absent == NOT_READ
+    result, _ = run(task, tmp_path, lambda *_: {"s, 4": Counters("k", sectors=8.0)})
+    assert (result.rows, result.counters_absent) == ([ROW], "")
+    assert len(calls) == 1
 
 
 def test_what_stops_a_panel_is_its_last_row_and_it_runs_again(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from fusedops.errors import FusedOpsError
 from fusedops.ladders.counters import Counters
 from fusedops.ladders.figures import Bench, Figure, FigureResult, FigureRow, Panel
 
-__all__ = ["FIGURES", "FigureTask", "recorded", "run_figures"]
+__all__ = ["FIGURES", "FigureTask", "run_figures"]
 
 FIGURES = "figures"
 """Where they stand in the file of results."""
@@ -79,17 +78,13 @@ def with_counters(
     return FigureResult(panels)
 
 
-def recorded(data: Mapping[str, Any]) -> dict[str, FigureResult]:
-    """Figures by id, from the results as read from the file."""
-    return {name: FigureResult.from_json(entry) for name, entry in data.get(FIGURES, {}).items()}
-
-
-def _is_recorded(path: Path, figure: Figure, sources: str) -> bool:
+def _recorded(path: Path, figure: Figure, sources: str) -> FigureResult | None:
+    """What the file holds for today's sources; None where a row failed or was absent."""
     entry = read_json(path).get(FIGURES, {}).get(figure.id, {})
-    settled = False
-    with suppress(KeyError, TypeError, AttributeError, FusedOpsError):
-        settled = FigureResult.from_json(entry).failed == 0
-    return settled and entry.get("sources") == sources
+    if entry.get("sources") != sources:
+        return None
+    result = FigureResult.from_json(entry)
+    return None if any(row.failed or row.absent for row in result.rows) else result
 
 
 def run_figures(
@@ -107,6 +102,9 @@ def run_figures(
 ) -> None:
     """Run what is not recorded for today's sources and write it into the file of results.
 
+    A figure with a row that failed or was absent runs again; one without counters is asked for
+    them again.
+
     Args:
         path: the file, which exists.
         versions: installed versions.
@@ -120,9 +118,12 @@ def run_figures(
         figure = task.figure
         advance(figure.id, 0)
         sources = figure.sources(versions)
-        if force or not _is_recorded(path, figure, sources):
+        result = None if force else _recorded(path, figure, sources)
+        lacks_counters = result is None or (bool(result.counters_absent) and read is not None)
+        if result is None:
             bench = bench or (make_bench or _bench)(device, limits)
             result = measured(figure, bench)
+        if lacks_counters:
             advance(f"counters of {figure.id}", 0)
             result = with_counters(result, task, read, not_read)
             if result.counters_absent and read is not None:

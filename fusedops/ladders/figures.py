@@ -21,6 +21,7 @@ from fusedops.bench.roofline import Ceilings
 from fusedops.bench.runner import GraphRunner
 from fusedops.bench.timer import Protocol
 from fusedops.errors import LoadError
+from fusedops.jit.resources import PACKAGE_DIR
 from fusedops.jit.sources import cuda_sources
 from fusedops.ladders.counters import Counters
 from fusedops.ladders.model import LadderKernel, Lesson
@@ -186,6 +187,7 @@ class Figure:
         kernels: own kernels that it launches.
         files: files of csrc that it depends on.
         capability: the least compute capability.
+        modules: Python files of fusedops that measure it, relative to the package.
     """
 
     id: str
@@ -195,17 +197,15 @@ class Figure:
     kernels: tuple[LadderKernel, ...] = ()
     files: tuple[str, ...] = ()
     capability: tuple[int, int] = (8, 0)
+    modules: tuple[str, ...] = ()
 
     def sources(self, versions: Mapping[str, str]) -> str:
-        """Hash of the files behind it and of the installed versions, which it measures too."""
+        """Hash of the code behind it and of the installed versions, which it measures too."""
         names = {kernel.file for kernel in self.kernels} | set(self.files)
         files = [pair for file in sorted(names) for pair in cuda_sources(file).files]
-        text = json.dumps([files, sorted(versions.items()), _shape(self.panels)])
+        code = [(PACKAGE_DIR / module).read_text(encoding="utf-8") for module in self.modules]
+        text = json.dumps([files, code, sorted(versions.items())])
         return hashlib.sha256(f"{self.id} {text}".encode()).hexdigest()[:16]
-
-
-def _shape(panels: Sequence[Panel]) -> list[tuple[str, str, tuple[str, ...]]]:
-    return [(panel.name, panel.x, panel.columns) for panel in panels]
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from fusedops.ladders.catalog import specified
 from fusedops.ladders.figures import Figure
@@ -34,7 +35,9 @@ _FIGURES: tuple[Callable[[str, str], Figure], ...] = (
 
 def _figure(make: Callable[[str, str], Figure]) -> Figure:
     name = f"{NAME}.{make.__name__}"
-    return make(name, specified()[NAME].steps[name])
+    module = make.__module__.rpartition(".")[2]
+    figure = make(name, specified()[NAME].steps[name])
+    return replace(figure, modules=(f"ladders/{module}.py",))
 
 
 LADDER = Ladder(

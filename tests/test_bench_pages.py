@@ -6,13 +6,14 @@ import itertools
 import json
 import multiprocessing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from fusedops.bench import Absent, Failed, oracles
 from fusedops.bench.environment import Environment
-from fusedops.bench.files import read_json, update_json, write_text
+from fusedops.bench.files import read_json, update_json, write_json, write_text
 from fusedops.bench.measurement import summarize
 from fusedops.bench.pages import Page, Row, markdown, read_page, write_page
 from fusedops.errors import LoadError
@@ -122,6 +123,37 @@ def test_a_missing_page_is_refused(tmp_path: Path) -> None:
 
 
 # Files
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {},
+        {"b": 1.5, "a": None},
+        {"a": []},
+        {"a": {}, "b": [{}]},
+        {"rows": {'"x"': {"samples": [1.0, 2.0], "notes": ["tab\t"]}, "y": [[1], {"z": [True]}]}},
+    ],
+)
+def test_json_is_laid_out_by_lines_without_changing_it(
+    tmp_path: Path, data: dict[str, Any]
+) -> None:
+    write_json(tmp_path / "a.json", data)
+    assert read_json(tmp_path / "a.json") == data
+
+
+def test_plain_values_share_a_line(tmp_path: Path) -> None:
+    write_json(tmp_path / "a.json", {"rows": {"y": {"samples": [1, 2]}, "x": {"b": 1, "a": 2}}})
+    assert (tmp_path / "a.json").read_text().splitlines() == [
+        "{",
+        ' "rows": {',
+        '  "x": {"a": 2, "b": 1},',
+        '  "y": {',
+        '   "samples": [1, 2]',
+        "  }",
+        " }",
+        "}",
+    ]
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_rubbish(tmp_path: Path) -> None:

@@ -58,22 +58,23 @@ def test_a_shard_is_read_from_text() -> None:
 
 def test_records_of_shards_and_days_add_up(tmp_path: Path) -> None:
     path = tmp_path / "h200" / "tests.json"
-    add_records(path, {"a": record(), "b": record("failed")})
-    add_records(path, {"b": record("passed", day=2), "c": record("skipped")})
+    add_records(path, {"x.py::a": record(), "x.py::b": record("failed")})
+    add_records(path, {"x.py::b": record("passed", day=2), "x.py::c": record("skipped")})
     found = read_records(path)
     assert {node: entry.outcome for node, entry in found.items()} == {
-        "a": "passed",
-        "b": "passed",
-        "c": "skipped",
+        "x.py::a": "passed",
+        "x.py::b": "passed",
+        "x.py::c": "skipped",
     }
+    assert found["x.py::b"] == record("passed", day=2)
     assert summary(found.values()) == "2 passed, 1 skipped"
 
 
 def test_records_of_another_schema_are_refused_and_kept(tmp_path: Path) -> None:
     path = tmp_path / "tests.json"
     path.write_text('{"schema": 7, "tests": {}}')
-    with pytest.raises(ConfigError, match="schema 7; this version reads 1"):
-        add_records(path, {"a": record()})
+    with pytest.raises(ConfigError, match="schema 7; this version reads 2"):
+        add_records(path, {"x.py::a": record()})
     assert json.loads(path.read_text())["schema"] == 7
 
 
@@ -126,13 +127,16 @@ def test_what_gpu_tests_cover_exists() -> None:
 
 def test_merging_takes_the_newer_record_into_the_gpus_folder(tmp_path: Path) -> None:
     reports, brought = tmp_path / "reports", tmp_path / "out"
-    add_records(reports / "h200" / "tests.json", {"a": record(day=3), "b": record(day=1)})
     add_records(
-        brought / "tests.json", {"a": record("failed", day=2), "b": record("failed", day=2)}
+        reports / "h200" / "tests.json", {"x.py::a": record(day=3), "x.py::b": record(day=1)}
+    )
+    add_records(
+        brought / "tests.json",
+        {"x.py::a": record("failed", day=2), "x.py::b": record("failed", day=2)},
     )
     assert merge.merge(brought, reports) == {"h200/tests.json": 1}
     found = read_records(reports / "h200" / "tests.json")
-    assert (found["a"].outcome, found["b"].outcome) == ("passed", "failed")
+    assert (found["x.py::a"].outcome, found["x.py::b"].outcome) == ("passed", "failed")
 
 
 def test_merging_nothing_is_refused(tmp_path: Path) -> None:

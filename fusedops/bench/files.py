@@ -32,9 +32,31 @@ def write_text(path: Path, text: str) -> None:
         raise
 
 
+def _dumped(data: Any) -> str:
+    return json.dumps(data, sort_keys=True, allow_nan=False)
+
+
+def _laid_out(data: Any, indent: str = "") -> str:
+    """JSON with a line for each item, but one line for what holds plain values only."""
+    if not isinstance(data, (dict, list)):
+        return _dumped(data)
+    values = data.values() if isinstance(data, dict) else data
+    if not any(isinstance(value, (dict, list)) for value in values):
+        return _dumped(data)
+    inner = indent + " "
+    if isinstance(data, list):
+        items = [_laid_out(item, inner) for item in data]
+        opening, closing = "[]"
+    else:
+        items = [f"{json.dumps(key)}: {_laid_out(data[key], inner)}" for key in sorted(data)]
+        opening, closing = "{}"
+    body = f",\n{inner}".join(items)
+    return f"{opening}\n{inner}{body}\n{indent}{closing}"
+
+
 def write_json(path: Path, data: Any) -> None:
     """Write JSON in one step, with sorted keys so that a change reads well in a diff."""
-    write_text(path, json.dumps(data, indent=1, sort_keys=True, allow_nan=False) + "\n")
+    write_text(path, _laid_out(data) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:

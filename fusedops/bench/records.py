@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ __all__ = [
     "summary",
 ]
 
-SCHEMA = 1
+SCHEMA = 2
 DEFAULT_COVERS = ("fusedops", "csrc")
 
 
@@ -125,17 +125,32 @@ def read_records(path: Path) -> dict[str, TestRecord]:
             f"{path}: schema {data.get('schema')!r}; this version reads {SCHEMA}. Remove the file "
             "and run the tests again."
         )
-    return {node: TestRecord(**entry) for node, entry in data.get("tests", {}).items()}
+    return {
+        f"{module}::{name}": TestRecord(outcome, sources, seconds=seconds, **data["runs"][run])
+        for module, tests in data.get("tests", {}).items()
+        for name, (outcome, sources, seconds, run) in tests.items()
+    }
+
+
+def _compact(records: Mapping[str, TestRecord]) -> dict[str, Any]:
+    """What a file holds: thousands of tests share a run, so each says only which one."""
+    runs: list[dict[str, str]] = []
+    tests: dict[str, dict[str, tuple[str, str, float, int]]] = {}
+    for node, record in records.items():
+        run = {"commit": record.commit, "date": record.date, "gpu": record.gpu}
+        if run not in runs:
+            runs.append(run)
+        module, _, name = node.partition("::")
+        entry = (record.outcome, record.sources, record.seconds, runs.index(run))
+        tests.setdefault(module, {})[name] = entry
+    return {"schema": SCHEMA, "runs": runs, "tests": tests}
 
 
 def add_records(path: Path, records: Mapping[str, TestRecord]) -> None:
     """Add records to a file; a test that ran again replaces its old record."""
-    read_records(path)
 
     def change(data: dict[str, Any]) -> None:
-        data["schema"] = SCHEMA
-        tests = data.setdefault("tests", {})
-        tests.update({node: asdict(record) for node, record in records.items()})
+        data.update(_compact({**read_records(path), **records}))
 
     update_json(path, change)
 

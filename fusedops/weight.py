@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fusedops.epilogue.base import FLOAT_DTYPES, Context, Operand
@@ -53,7 +54,7 @@ def float_product(x: Tensor, weight: Tensor) -> Tensor:
     """
     rows, n = x.shape[0], weight.shape[0]
     if x.is_cuda or not in_blocks(rows, n):
-        return torch.mm(x, weight.t())
+        return F.linear(x, weight)
     blocks = n // _BLOCK_ROWS
     batch = weight.view(blocks, _BLOCK_ROWS, weight.shape[1]).transpose(1, 2)
     product = torch.bmm(x.expand(blocks, -1, -1), batch)

@@ -25,6 +25,7 @@ from fusedops.errors import (
 )
 from fusedops.ops.activation import act_and_mul
 from fusedops.ops.attention import paged_attention
+from fusedops.ops.attention_host import _even_runs
 from fusedops.ops.attention_torch import Attention, attend_batched
 from fusedops.ops.kv_append import append_paged_kv
 from fusedops.ops.norm import fused_add_rms_norm_, rms_norm
@@ -239,6 +240,21 @@ def test_a_request_does_not_depend_on_its_neighbours() -> None:
             batch.seq_lens[request : request + 1],
         )
         assert torch.equal(alone[0], out[request])
+
+
+@pytest.mark.parametrize("garbage", [0.0, 1e30, math.nan, math.inf])
+@pytest.mark.parametrize(
+    "lengths", [[8, 8, 8], [8, 7, 5], [9, 3, 6], [6, 0, 5, 7], [40, 3], [3, 40], [1, 1, 2, 5, 3]]
+)
+def test_requests_that_lie_evenly_are_attended_together(lengths: list[int], garbage: float) -> None:
+    batch = paged_batch(lengths, garbage=garbage, in_order=True)
+    assert_close(by_op(batch, mixed=False), oracles.paged_attention(batch))
+
+
+def test_runs_are_of_requests_that_lie_evenly() -> None:
+    pages = [[0, 1], [2, 3], [4], [8], [7], [], [9, 11], [12], [13, 14], [14], [15]]
+    runs = [(0, 3, 2), (3, 4, 0), (4, 5, 0), (5, 6, 0), (6, 7, 0), (7, 11, 1)]
+    assert list(_even_runs(pages)) == runs
 
 
 def test_metadata_outside_is_refused() -> None:

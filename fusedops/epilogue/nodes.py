@@ -149,8 +149,9 @@ class Gate(Node):
 
     @staticmethod
     def _halves(value: Tensor) -> tuple[Tensor, Tensor]:
-        pairs = value.unflatten(1, (value.shape[1] // (2 * PACK), 2, PACK))
-        return pairs[:, :, 0], pairs[:, :, 1]
+        pairs = value.reshape(value.shape[0], value.shape[1] // (2 * PACK), 2, PACK)
+        gate, up = pairs.unbind(2)
+        return gate, up
 
     def reference(self, value: Tensor, context: Context) -> Tensor:
         gate, up = self._halves(value)

@@ -18,7 +18,8 @@ from fusedops.check import (
     require_tensor,
 )
 from fusedops.errors import ConfigError, ShapeError
-from fusedops.ops.attention_torch import Attention, attend_batched, attend_on_host
+from fusedops.ops.attention_host import attend_on_host
+from fusedops.ops.attention_torch import Attention, attend_batched
 from fusedops.ops.guards import empty_contiguous
 from fusedops.ops.kv_scale import require_positive_scales
 from fusedops.ops.op import Op, entry

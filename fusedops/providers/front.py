@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fusedops.epilogue.base import Context
 from fusedops.problem import GemmProblem
-from fusedops.prologue import NO_PROLOGUE, RmsNormPrologue
+from fusedops.prologue import NO_PROLOGUE, RmsNormPrologue, rms_normalize
 from fusedops.providers.base import Support, unpinned
 from fusedops.providers.gemm import GEMM_PROVIDERS, GemmRun
 
@@ -57,9 +57,19 @@ def _front(problem: GemmProblem) -> Callable[[Tensor, Sequence[Tensor | None]], 
         context = Context(dict(zip(names, operands, strict=False)), spec.out_dtype)
         return prologue.reference(x.reshape(m, k), context).view(x.shape)
 
-    if not isinstance(prologue, RmsNormPrologue) or problem.device_type != "cuda":
+    if not isinstance(prologue, RmsNormPrologue):
         return in_torch
     rounds_first = prologue.order == "llama"
+
+    def by_rows(x: Tensor, operands: Sequence[Tensor | None]) -> Tensor:
+        weight, sumsq = operands[:2]
+        if sumsq is not None or weight is None or weight.dim() != 1:
+            return in_torch(x, operands)
+        # As the reference does it, without the views that a row needs none of.
+        return rms_normalize(x, weight, prologue.eps, prologue.weight_offset, rounds_first)
+
+    if problem.device_type != "cuda":
+        return by_rows
 
     def by_the_norm_op(x: Tensor, operands: Sequence[Tensor | None]) -> Tensor:
         weight, sumsq = operands[:2]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedops.epilogue.base import FLOAT_DTYPES, Operand
-from fusedops.epilogue.nodes import Bias, Residual
+from fusedops.epilogue.nodes import Bias, Gate, Residual
 from fusedops.errors import ShapeError
 from fusedops.problem import GemmProblem, GemmSpec
 from fusedops.prologue import NO_PROLOGUE
@@ -104,12 +104,17 @@ def _direct_form(problem: GemmProblem) -> DirectForm | None:
         case ():
             if problem.x_dtype == torch.float32 and in_blocks(problem.m, n):
                 return "float32 product", lambda x, w, _: float_product(x, w)
-            return "torch.mm", lambda x, w, _: torch.mm(x, w.t())
+            return "F.linear", lambda x, w, _: F.linear(x, w)
         case (Bias(),):
             return "F.linear with a bias", lambda x, w, t: F.linear(x, w, _row(t[0], n))
         case (Residual(beta=beta),) if problem.x_dtype == torch.float32:
             return "float32 product, then the residual", lambda x, w, t: float_product(x, w).add_(
                 _given(t[0]).reshape(problem.m, n), alpha=beta
+            )
+        case (Gate() as gate,) if problem.x_dtype == torch.float32 and problem.device_type == "cpu":
+            context = spec.context((), problem.m)
+            return "float32 product, then the gate", lambda x, w, _: gate.reference(
+                float_product(x, w), context
             )
     return None
 

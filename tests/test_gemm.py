@@ -30,7 +30,7 @@ from fusedops.providers.base import (
     unsupported,
 )
 from fusedops.providers.front import with_prologue_ahead
-from fusedops.weight import Dense
+from fusedops.weight import Dense, float_product, in_blocks
 
 gemm_op = torch.ops.fusedops.gemm.default
 gemm_out_op = torch.ops.fusedops.gemm_out.default
@@ -479,3 +479,12 @@ def test_threads_share_plans() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+@pytest.mark.parametrize("rows", [3, 4, 12, 13])
+@pytest.mark.parametrize(("n", "k"), [(512, 512), (4096, 64), (64, 4096), (500, 600)])
+def test_products_in_blocks_are_products(rows: int, n: int, k: int) -> None:
+    x, w = torch.randn(rows, k), torch.randn(n, k)
+    assert in_blocks(rows, n, k) == (4 <= rows <= 12 and n in (512, 4096))
+    exact = x.double() @ w.double().T
+    torch.testing.assert_close(float_product(x, w).double(), exact, rtol=0, atol=2e-4)

@@ -102,7 +102,7 @@ def _direct_form(problem: GemmProblem) -> DirectForm | None:
     n = spec.n
     match spec.epilogue.nodes:
         case ():
-            if problem.x_dtype == torch.float32 and in_blocks(problem.m, n):
+            if problem.x_dtype == torch.float32 and in_blocks(problem.m, n, spec.k):
                 return "float32 product", lambda x, w, _: float_product(x, w)
             return "F.linear", lambda x, w, _: F.linear(x, w)
         case (Bias(),):

@@ -8,10 +8,13 @@ import json
 import re
 import shutil
 import subprocess
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +34,7 @@ from fusedops.ladders.counters import Counters
 from fusedops.ladders.model import LadderKernel, Lesson, Step, lesson_of
 from fusedops.ladders.pages import explain, html_page, markdown, not_built
 from fusedops.ladders.reduce import passes
-from fusedops.ladders.report import committed_reports, read_report
+from fusedops.ladders.report import Report, committed_reports, read_report
 from fusedops.ladders.runner import select_steps, tasks_of
 from fusedops.ladders.transpose import LADDER as TRANSPOSE
 from fusedops.ladders.walls import Wall, wall_of
@@ -332,7 +335,24 @@ def test_markdown_has_every_step_and_its_losses(tmp_path: Path) -> None:
     widths = {
         line.replace("\\|", "").count("|") for line in text.splitlines() if "reduce.v" in line
     }
-    assert widths == {0, 14}
+    assert widths == {0, 15}
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("transpose", "268.4 MB read and 268.4 MB written for 6.711e+07"),
+        # 1.07 GB at 4 TB/s, and 137 GFLOP at 700 TFLOP/s.
+        ("reduce", "0.25 additions a byte. The floor is 268.4 us, by memory."),
+        ("gemm", "682.7 FLOP a byte, above the ridge point of 200."),
+        ("gemm", "1365 FLOP a byte, above the ridge point of 200. The floor is 196.3 us, by the"),
+    ],
+)
+def test_a_problem_is_classified_first(tmp_path: Path, name: str, part: str) -> None:
+    write_results(tmp_path / "r.json")
+    report = read_report(tmp_path / "r.json")
+    assert part in markdown(report, [name])
+    assert part in html_page(report, [name])
 
 
 def test_steps_that_did_not_run_are_named(tmp_path: Path) -> None:
@@ -377,15 +397,26 @@ def test_explain_tells_every_step(cli: RunCommand) -> None:
 
 
 def test_explain_of_one_ladder_is_about_that_one(cli: RunCommand) -> None:
-    _, out, _ = cli("reduce", "--explain")
+    _, out, _ = cli("Reduce", "--explain")
     assert "reduce.v1" in out
     assert "transpose.v1" not in out
+
+
+def test_explain_of_some_steps_is_about_those(cli: RunCommand) -> None:
+    _, out, _ = cli("--explain", "--steps", "*.v3")
+    assert "reduce.v3" in out
+    assert "transpose.v3" in out
+    assert "reduce.v1:" not in out
+    assert "small." not in out
 
 
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (("nothing",), "ladder 'nothing' is unknown; accepted are transpose"),
+        (("nothing",), "ladder 'nothing' is unknown; accepted are transpose, reduce"),
+        (("nothing",), "histogram, small, all."),
+        (("--minutes", "-1"), "--minutes -1: accepted are numbers from 0"),
+        (("--out", __file__), "is a file; accepted is a folder"),
         (("--steps", "v9"), "--steps v9"),
         (("--what",), "--what"),
     ],
@@ -438,6 +469,31 @@ def test_a_failed_step_is_exit_code_1(
     code, out, _ = cli("transpose", "--out", str(tmp_path / "out"))
     assert code == 1
     assert "element (0, 0) is wrong" in out
+
+
+def test_a_run_that_was_cut_off_names_what_is_left(
+    cli: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_results(tmp_path / "r.json")
+    whole = read_report(tmp_path / "r.json")
+    rows = {
+        problem: {step: row for step, row in each.items() if step != "transpose.v4"}
+        for problem, each in whole.ladders["transpose"].items()
+    }
+    report = replace(whole, ladders={"transpose": rows})
+    deadlines: list[float] = []
+
+    def run(*arguments: Any) -> Report:
+        deadlines.append(arguments[-1])
+        return report
+
+    monkeypatch.setattr(sys.modules["fusedops.cli.ladder"], "_run", run)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    before = time.monotonic()
+    code, out, _ = cli("transpose", "--minutes", "2", "--out", str(tmp_path / "out"))
+    assert code == 0
+    assert "not begun: transpose.v4; run again" in out
+    assert before + 120 <= deadlines[0] <= time.monotonic() + 120
 
 
 def test_help_names_every_ladder(cli: RunCommand) -> None:

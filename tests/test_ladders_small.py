@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import json
 import re
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,23 +12,19 @@ from typing import Any
 
 import pytest
 import torch
-from ladder_results import ENVIRONMENT, LIMITS, timed, write_results
+from ladder_results import timed, write_results
 from test_ladders import Ids, disassembled, needs_wheels
 
 from fusedops.bench.data import Buffers
 from fusedops.bench.files import read_json, write_json
 from fusedops.bench.measurement import Absent, Failed
-from fusedops.errors import BuildError, LoadError, UnsupportedError
+from fusedops.errors import LoadError, UnsupportedError
 from fusedops.ladders import load_ladder, small_calls, specified
 from fusedops.ladders.counters import Counters
 from fusedops.ladders.figure_plot import panel_svg
-from fusedops.ladders.figure_run import FigureTask, run_figures
-from fusedops.ladders.figure_table import figure_tables
-from fusedops.ladders.figures import Bench, Figure, FigureResult, FigureRow, Panel, outcome_row
-from fusedops.ladders.model import Lesson
+from fusedops.ladders.figures import Figure, FigureResult, FigureRow, Panel, outcome_row
 from fusedops.ladders.pages import explain, html_page, markdown
 from fusedops.ladders.report import read_report
-from fusedops.ladders.runner import NOT_READ, Runner, tasks_of
 from fusedops.ladders.small_attention import (
     DIM,
     RUNS,
@@ -124,149 +119,6 @@ def test_an_outcome_becomes_a_row() -> None:
     assert right.values["twice"] == 2 * right.values["us"] > 19
     assert outcome_row("s", "1", 1, Failed("wrong"), values).failed == "wrong"
     assert outcome_row("s", "1", 1, Absent("not here"), values).absent == "not here"
-
-
-# Running
-
-
-def stand_in(
-    rows: Sequence[FigureRow], calls: list[str], probes: Sequence[str] = (), broken: bool = False
-) -> FigureTask:
-    """A figure of one panel that gives ``rows`` and notes when it is measured."""
-
-    def measure(bench: Bench) -> Iterator[FigureRow]:
-        calls.append("measured")
-        yield from rows
-        if broken:
-            raise BuildError("no kernel")
-
-    panel = Panel(
-        "p",
-        "x",
-        ("us",),
-        ("us",),
-        measure,
-        probes={key: lambda device: lambda: None for key in probes},
-        counted={"sectors": lambda counters: counters.sectors},
-    )
-    lesson = Lesson("an idea", "memory.", "a lever")
-    return FigureTask("small", Figure("small.fake", "Fake", lesson, (panel,)))
-
-
-def run(
-    task: FigureTask, folder: Path, read: Any = None, force: bool = False
-) -> tuple[FigureResult, list[tuple[str, int]]]:
-    """Run one figure on a bench that no measurement asks for anything."""
-    path = folder / "ladders.json"
-    seen: list[tuple[str, int]] = []
-    run_figures(
-        [task],
-        path,
-        torch.device("cuda"),
-        LIMITS,
-        {"torch": "1"},
-        force=force,
-        read=read,
-        not_read=NOT_READ,
-        advance=lambda what, rows: seen.append((what, rows)),
-        make_bench=lambda device, limits: Bench(device, limits, None),  # type: ignore[arg-type]
-    )
-    return FigureResult.from_json(read_json(path)["figures"]["small.fake"]), seen
-
-
-@pytest.fixture(autouse=True)
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures find a GPU of compute capability 9.0."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-
-
-def test_a_figure_is_run_once_and_again_when_forced(tmp_path: Path) -> None:
-    calls: list[str] = []
-    task = stand_in([replace(ROW, counters=None)], calls)
-    result, seen = run(task, tmp_path)
-    assert result.panels["p"] == (replace(ROW, counters=None),)
-    assert seen[0] == ("small.fake", 0)
-    assert seen[-1] == ("small.fake", 1)
-    run(task, tmp_path)
-    assert len(calls) == 1
-    run(task, tmp_path, force=True)
-    assert len(calls) == 2
-
-
-def test_what_was_absent_is_looked_for_again(tmp_path: Path) -> None:
-    calls: list[str] = []
-    task = stand_in([FigureRow("s", "-", absent="no g++")], calls)
-    for _ in range(2):
-        result, _ = run(task, tmp_path)
-        assert [row.absent for row in result.rows] == ["no g++"]
-    assert len(calls) == 2
-
-
-def test_counters_that_were_refused_are_asked_for_again_alone(tmp_path: Path) -> None:
-    calls: list[str] = []
-    task = stand_in([replace(ROW, counters=None)], calls, ["s, 4"])
-    assert run(task, tmp_path)[0].counters_absent == NOT_READ
-    assert run(task, tmp_path)[0].counters_absent == NOT_READ
-    result, _ = run(task, tmp_path, lambda *_: {"s, 4": Counters("k", sectors=8.0)})
-    assert (result.rows, result.counters_absent) == ([ROW], "")
-    assert len(calls) == 1
-
-
-def test_what_stops_a_panel_is_its_last_row_and_it_runs_again(tmp_path: Path) -> None:
-    calls: list[str] = []
-    task = stand_in([replace(ROW, counters=None)], calls, broken=True)
-    result, _ = run(task, tmp_path)
-    assert [row.failed for row in result.rows] == ["", "BuildError: no kernel"]
-    run(task, tmp_path)
-    assert len(calls) == 2
-
-
-def test_an_older_gpu_is_told_what_the_figure_needs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
-    result, _ = run(stand_in([ROW], []), tmp_path)
-    assert [row.absent for row in result.rows] == ["needs compute capability 8.0; this GPU has 7.5"]
-
-
-def test_counters_are_read_for_rows_with_a_probe(tmp_path: Path) -> None:
-    asked: list[tuple[str, str, list[str]]] = []
-
-    def read(ladder: str, figure: str, keys: Sequence[str]) -> dict[str, Counters] | str:
-        asked.append((ladder, figure, list(keys)))
-        return {"s, 4": Counters("k", sectors=8.0)}
-
-    rows = [replace(ROW, counters=None), FigureRow("s", "8", 8.0, {"us": 1.0})]
-    result, _ = run(stand_in(rows, [], ["s, 4"]), tmp_path, read)
-    assert asked == [("small", "small.fake", ["s, 4"])]
-    assert result.panels["p"][0] == ROW
-    assert result.panels["p"][1].counters is None
-    assert result.counters_absent == ""
-
-
-@pytest.mark.parametrize(
-    ("read", "reason"), [(None, NOT_READ), (lambda *_: "no permission", "no permission")]
-)
-def test_a_reason_for_no_counters_is_kept(tmp_path: Path, read: Any, reason: str) -> None:
-    task = stand_in([replace(ROW, counters=None)], [], ["s, 4"])
-    result, _ = run(task, tmp_path, read)
-    assert result.counters_absent == reason
-    (table,) = figure_tables(task.figure, result)
-    assert table.lines == (("s", "4", "2.50", "-"),)
-    assert table.notes == (f"No counters for small.fake: {reason}.",)
-
-
-def test_the_runner_takes_figures_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tasks = tasks_of(["small"], "small.s*")
-    assert [task.figure.id for task in tasks if isinstance(task, FigureTask)] == ["small.saxpy"]
-    figure = replace(FIGURES["small.saxpy"], panels=stand_in([ROW], []).figure.panels)
-    monkeypatch.setattr(
-        "fusedops.ladders.figure_run._bench",
-        lambda device, limits: Bench(device, limits, None),  # type: ignore[arg-type]
-    )
-    runner = Runner(tmp_path, ENVIRONMENT, torch.device("cuda"), read=None, limits=LIMITS)
-    report = runner.run([FigureTask("small", figure)], lambda what, rows: None)
-    assert report.figures["small.saxpy"].rows == [ROW]
 
 
 # Pages

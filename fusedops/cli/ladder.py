@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,11 +11,11 @@ import torch
 import typer
 from rich.console import Console
 
-from fusedops.cli.options import flag, path, text
+from fusedops.cli.options import flag, number, path, text
 from fusedops.cli.output import console, print_table
 from fusedops.cli.prebuild import make_folder, require_folder_to_fill
 from fusedops.cli.tune import progress_bar
-from fusedops.errors import DeviceError
+from fusedops.errors import ConfigError, DeviceError
 from fusedops.ladders.catalog import built, load_ladder, specified
 from serving_demo.files import written_line
 
@@ -37,10 +38,14 @@ def _names(word: str) -> tuple[str, ...]:
     Raises:
         ConfigError: it asks for one that is not built.
     """
-    if word == ALL:
+    name = word.lower()
+    if name == ALL:
         return built()
-    load_ladder(word)
-    return (word,)
+    if name not in specified():
+        accepted = ", ".join((*built(), ALL))
+        raise ConfigError(f"ladder {word!r} is unknown; accepted are {accepted}.")
+    load_ladder(name)
+    return (name,)
 
 
 def _print_tables(target: Console, report: Report, names: tuple[str, ...]) -> int:
@@ -52,14 +57,40 @@ def _print_tables(target: Console, report: Report, names: tuple[str, ...]) -> in
     failed = 0
     for name in names:
         this = load_ladder(name)
-        for problem, rows in report.ladders.get(name, {}).items():
+        recorded = report.ladders.get(name, {})
+        for problem in (each.name for each in this.problems(this.size)):
+            rows = recorded.get(problem)
+            if rows is None:
+                continue
             lines = [[row[place] for place in places] for row in table_rows(this, problem, rows)]
-            print_table(target, f"{name}: {problem}", _COLUMNS, lines)
+            _print_lines(target, f"{name}: {problem}", _COLUMNS, lines, 1)
             for note in counters_notes(rows):
                 target.print(note, markup=False, soft_wrap=True)
             failed += sum(isinstance(row.outcome, Failed) for row in rows.values())
         failed += _print_figures(target, report, this.figures)
+        if not recorded and not any(figure.id in report.figures for figure in this.figures):
+            target.print(f"{name}: no results", markup=False)
     return failed
+
+
+def _print_lines(
+    target: Console,
+    title: str,
+    headings: Sequence[str],
+    lines: Iterable[Sequence[str]],
+    place: int,
+) -> None:
+    """A table; why a row has no figures, which stands in its cell at ``place``, comes below it."""
+    short: list[list[str]] = []
+    reasons: list[str] = []
+    for line in lines:
+        state, colon, reason = line[place].partition(": ")
+        short.append([*line[:place], state, *line[place + 1 :]])
+        if colon:
+            reasons.append(f"{', '.join(line[:place])} {state}: {reason}")
+    print_table(target, title, headings, short)
+    for reason in reasons:
+        target.print(reason, markup=False, soft_wrap=True)
 
 
 def _print_figures(target: Console, report: Report, figures: Sequence[Figure]) -> int:
@@ -72,8 +103,10 @@ def _print_figures(target: Console, report: Report, figures: Sequence[Figure]) -
         if result is None:
             continue
         for table in figure_tables(figure, result):
-            lines = [list(line) for line in table.lines]
-            print_table(target, f"{figure.id}: {table.panel.name}", table.headings, lines)
+            title = f"{figure.id}: {table.panel.name}"
+            _print_lines(target, title, table.headings, table.lines, 2)
+            for note in table.notes[bool(table.panel.note) :]:
+                target.print(note, markup=False, soft_wrap=True)
         failed += result.failed
     return failed
 
@@ -103,20 +136,33 @@ def _committed() -> Path:
     return max(found, key=lambda file: read_report(file).environment.date)
 
 
-def _run(tasks: Sequence[Task | FigureTask], out: Path, profile: bool, force: bool) -> Report:
+def _run(
+    target: Console,
+    tasks: Sequence[Task | FigureTask],
+    out: Path,
+    profile: bool,
+    force: bool,
+    deadline: float | None,
+) -> Report:
     from fusedops.bench.environment import collect_environment
-    from fusedops.ladders.counters import read_counters
+    from fusedops.ladders.ncu import read_counters
     from fusedops.ladders.runner import Runner
 
     device = torch.device("cuda", torch.cuda.current_device())
     reader = read_counters if profile else None
-    runner = Runner(out, collect_environment(), device, force=force, read=reader)
+    runner = Runner(out, collect_environment(), device, force=force, read=reader, deadline=deadline)
+    started = time.monotonic()
     with progress_bar("ladders", len(tasks)) as bar:
         task_id = bar.task_ids[0]
-        return runner.run(
-            tasks,
-            lambda what, rows: bar.update(task_id, advance=rows, description=what),
-        )
+
+        def show(what: str, rows: int) -> None:
+            bar.update(task_id, advance=rows, description=what)
+            # A log shows what was begun when, so that a run that is cut off tells where.
+            if not rows and not target.is_interactive:
+                line = f"{time.monotonic() - started:6.1f} s  {what}"
+                target.print(line, markup=False, highlight=False)
+
+        return runner.run(tasks, show)
 
 
 def ladder(
@@ -137,6 +183,15 @@ def ladder(
             "--steps", 'Run only steps whose id matches, e.g. "*.v[1-4]"', "PATTERN", default="all"
         ),
     ] = None,
+    minutes: Annotated[
+        float | None,
+        number(
+            "--minutes",
+            "Begin nothing after this time; a run into the same folder goes on",
+            minimum=0,
+            default="no limit",
+        ),
+    ] = None,
     force: Annotated[
         bool, flag("--force", "Run again what the folder holds for today's sources")
     ] = False,
@@ -147,23 +202,28 @@ def ladder(
     """
     from fusedops.ladders import pages
     from fusedops.ladders.report import read_report
-    from fusedops.ladders.runner import tasks_of
+    from fusedops.ladders.runner import left_of, select_steps, tasks_of
 
+    deadline = None if minutes is None else time.monotonic() + 60 * minutes
     names = _names(name)
     target = console()
     if explain:
-        for each in names:
-            target.print(pages.explain(load_ladder(each)), markup=False, soft_wrap=True)
-            target.print()
+        chosen = select_steps([load_ladder(each) for each in names], steps)
+        for each, rungs in chosen.items():
+            if rungs:
+                target.print(pages.explain(load_ladder(each), rungs), markup=False, soft_wrap=True)
+                target.print()
         _print_not_built(target)
         return
     tasks = tasks_of(names, steps)
-    has_gpu = torch.cuda.is_available()
-    committed = None if has_gpu else _committed()
+    # What is written wrong is named before what this machine lacks.
     require_folder_to_fill(out)
+    committed = None if torch.cuda.is_available() else _committed()
     make_folder(out)
+    left: list[str] = []
     if committed is None:
-        report = _run(tasks, out, counters, force)
+        report = _run(target, tasks, out, counters, force, deadline)
+        left = left_of(tasks, report)
     else:
         report = read_report(committed)
         about = report.environment
@@ -179,5 +239,11 @@ def ladder(
     _print_not_built(target)
     for file in written:
         target.print(written_line(file), markup=False, soft_wrap=True)
+    if left:
+        target.print(
+            f"not begun: {', '.join(left)}; run again with the same --out to go on.",
+            markup=False,
+            soft_wrap=True,
+        )
     if failed:
         raise typer.Exit(EXIT_FAILED)

@@ -1,27 +1,20 @@
-"""Hardware counters of a ladder's steps, read by Nsight Compute (``ncu``) in a child process.
+"""Hardware counters of kernels, out of the table that Nsight Compute (``ncu``) prints.
 
-The child runs every step once; between two steps it launches a marker kernel, by which the rows of
-ncu's table are told apart. Of the kernels of a step the longest counts. Where ncu is missing or may
-not read counters, the answer is the reason. Metric names: Nsight Compute, "Metrics Reference" and
-"Memory Tables".
+In front of each step stands a marker kernel, by which the rows of the table are told apart; of the
+kernels of a step the longest counts. Metric names: Nsight Compute, "Metrics Reference" and "Memory
+Tables".
 """
 
 from __future__ import annotations
 
 import csv
-import os
-import shutil
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from fusedops.errors import LoadError
 
-__all__ = ["METRICS", "Counters", "ncu_command", "parse_raw_csv", "read_counters"]
+__all__ = ["METRICS", "Counters", "by_marker", "parse_raw_csv"]
 
 MARKER = "fusedops::scale"
 """Part of the name of the kernel that the child launches in front of each step."""
@@ -48,9 +41,6 @@ METRICS: dict[str, tuple[str, ...]] = {
     "dram_bytes": ("dram__bytes_read.sum", "dram__bytes_write.sum"),
 }
 """Field of ``Counters`` -> the metrics whose sum it is."""
-
-_TIMEOUT_S = 600
-_NO_PERMISSION = "ERR_NVGPUCTRPERM"
 
 
 @dataclass(frozen=True)
@@ -144,16 +134,6 @@ class Counters:
             raise LoadError(f"no counters: {error}.") from error
 
 
-def ncu_command(ncu: str, log: Path, child: Sequence[str]) -> list[str]:
-    """The command line that profiles ``child`` and writes ncu's raw table to ``log``."""
-    metrics = ",".join(metric for names in METRICS.values() for metric in names)
-    return [
-        *(ncu, "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none"),
-        *("--profile-from-start", "off", "--log-file", str(log), "--metrics", metrics),
-        *child,
-    ]
-
-
 def _number(text: str | None) -> float | None:
     try:
         return float((text or "").replace(",", ""))
@@ -182,68 +162,12 @@ def parse_raw_csv(text: str) -> list[Counters]:
     return [_counters(row) for row in rows if row["ID"]]
 
 
-def by_step(kernels: Iterable[Counters], steps: Sequence[str]) -> dict[str, Counters]:
-    """The longest kernel of each step, of a run in which each followed a marker."""
+def by_marker(kernels: Iterable[Counters]) -> list[Counters | None]:
+    """The longest kernel behind each marker; None where a marker is followed by another."""
     groups: list[list[Counters]] = []
     for kernel in kernels:
         if MARKER in kernel.kernel:
             groups.append([])
         elif groups:
             groups[-1].append(kernel)
-    return {
-        step: max(group, key=lambda kernel: kernel.duration_ns or 0.0)
-        for step, group in zip(steps, groups, strict=False)
-        if group
-    }
-
-
-def find_ncu() -> str | None:
-    """ncu on the PATH, or in the toolkit that CUDA_HOME names."""
-    home = os.environ.get("CUDA_HOME")
-    return shutil.which("ncu") or (shutil.which("ncu", path=f"{home}/bin") if home else None)
-
-
-def read_counters(
-    ladder: str, problem: str, steps: Sequence[str], ncu: str | None = None
-) -> dict[str, Counters] | str:
-    """Counters of steps on a problem, or the reason why there are none.
-
-    Args:
-        ladder, problem: names.
-        steps: ids, run in this order.
-        ncu: the program; None looks for it.
-    """
-    ncu = ncu or find_ncu()
-    if ncu is None:
-        return "ncu (Nsight Compute) is neither on the PATH nor in CUDA_HOME"
-    child = [sys.executable, "-m", "fusedops.ladders.profiled", ladder, problem, *steps]
-    with tempfile.TemporaryDirectory(prefix="fusedops-") as folder:
-        log = Path(folder) / "ncu.csv"
-        try:
-            done = subprocess.run(
-                ncu_command(ncu, log, child),
-                env={**os.environ, "LC_ALL": "C"},
-                capture_output=True,
-                text=True,
-                timeout=_TIMEOUT_S,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return f"ncu took more than {_TIMEOUT_S} s"
-        except OSError as error:
-            return f"ncu does not start: {error.strerror or error}"
-        text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
-    found = by_step(parse_raw_csv(text), steps)
-    if found and done.returncode == 0:
-        return found
-    return _failure(f"{text}\n{done.stdout}\n{done.stderr}")
-
-
-def _failure(output: str) -> str:
-    """What ncu or the child said, in one line."""
-    if _NO_PERMISSION in output:
-        return f"this user may not read the GPU's counters ({_NO_PERMISSION})"
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("==ERROR==")]
-    last = (errors or lines or ["it said nothing"])[-1 if not errors else 0]
-    return f"ncu read nothing: {last.removeprefix('==ERROR==').strip()[:200]}"
+    return [max(group, key=lambda each: each.duration_ns or 0.0, default=None) for group in groups]

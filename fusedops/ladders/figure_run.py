@@ -1,4 +1,4 @@
-"""Runs figures: every panel measured, counters read, the result recorded before the next one."""
+"""Runs figures: every panel measured and recorded before the next figure; counters come later."""
 
 from __future__ import annotations
 
@@ -12,16 +12,13 @@ import torch
 from fusedops.bench.files import read_json, update_json
 from fusedops.bench.roofline import Ceilings
 from fusedops.bench.runner import GraphRunner
-from fusedops.errors import FusedOpsError
 from fusedops.ladders.counters import Counters
 from fusedops.ladders.figures import Bench, Figure, FigureResult, FigureRow, Panel
 
-__all__ = ["FIGURES", "FigureTask", "run_figures"]
+__all__ = ["FIGURES", "FigureTask", "add_counters", "run_figures", "uncounted"]
 
 FIGURES = "figures"
 """Where they stand in the file of results."""
-
-CounterReader = Callable[[str, str, Sequence[str]], dict[str, Counters] | str]
 
 
 @dataclass(frozen=True)
@@ -36,7 +33,7 @@ def _rows(panel: Panel, bench: Bench) -> Iterator[FigureRow]:
     """A panel's rows; what stops it becomes its last row."""
     try:
         yield from panel.measure(bench)
-    except (RuntimeError, ValueError, NotImplementedError, FusedOpsError) as error:
+    except Exception as error:  # noqa: BLE001 - one panel must not cost the others
         yield FigureRow(panel.name, "-", failed=f"{type(error).__name__}: {error}")
 
 
@@ -60,22 +57,41 @@ def measured(figure: Figure, bench: Bench) -> FigureResult:
     return FigureResult(panels)
 
 
-def with_counters(
-    result: FigureResult, task: FigureTask, read: CounterReader | None, not_read: str
-) -> FigureResult:
-    """The result with counters in the rows that have a probe, or with the reason for none."""
-    probed = [key for panel in task.figure.panels for key in panel.probes]
-    keys = [row.key for row in result.rows if row.values and row.key in probed]
-    if not keys:
-        return result
-    found = not_read if read is None else read(task.ladder, task.figure.id, keys)
-    if isinstance(found, str):
-        return replace(result, counters_absent=found)
-    panels = {
-        name: tuple(replace(row, counters=found.get(row.key)) for row in rows)
-        for name, rows in result.panels.items()
-    }
-    return FigureResult(panels)
+def uncounted(path: Path, task: FigureTask) -> tuple[str, ...]:
+    """Keys of the recorded rows that have a launch to profile and no counters yet."""
+    entry = read_json(path).get(FIGURES, {}).get(task.figure.id)
+    if entry is None:
+        return ()
+    probed = {key for panel in task.figure.panels for key in panel.probes}
+    rows = FigureResult.from_json(entry).rows
+    return tuple(row.key for row in rows if row.values and row.key in probed and not row.counters)
+
+
+def add_counters(path: Path, task: FigureTask, found: Mapping[str, Counters] | str) -> None:
+    """Put counters into the recorded rows that lack them, or the reason for none.
+
+    Args:
+        path: the file.
+        found: key of a row -> counters, or why none were read.
+    """
+    lacking = uncounted(path, task)
+    if not lacking:
+        return
+    counters = {} if isinstance(found, str) else found
+    left = [key for key in lacking if key not in counters]
+    reason = found if isinstance(found, str) else f"not read for {len(left)} of {len(lacking)} rows"
+
+    def counted(row: FigureRow) -> FigureRow:
+        return replace(row, counters=row.counters or counters.get(row.key))
+
+    def change(data: dict[str, Any]) -> None:
+        entry = data[FIGURES][task.figure.id]
+        panels = FigureResult.from_json(entry).panels
+        panels = {name: tuple(map(counted, rows)) for name, rows in panels.items()}
+        result = FigureResult(panels, reason if left else "")
+        data[FIGURES][task.figure.id] = {**result.to_json(), "sources": entry["sources"]}
+
+    update_json(path, change)
 
 
 def _recorded(path: Path, figure: Figure, sources: str) -> FigureResult | None:
@@ -95,41 +111,33 @@ def run_figures(
     versions: Mapping[str, str],
     *,
     force: bool,
-    read: CounterReader | None,
-    not_read: str,
     advance: Callable[[str, int], None],
+    may_begin: Callable[[], bool] = lambda: True,
     make_bench: Callable[[torch.device, Ceilings], Bench] | None = None,
 ) -> None:
-    """Run what is not recorded for today's sources and write it into the file of results.
+    """Measure what is not recorded for today's sources and write it into the file of results.
 
-    A figure with a row that failed or was absent runs again; one without counters is asked for
-    them again.
+    A figure with a row that failed or was absent runs again, behind those that never ran.
 
     Args:
         path: the file, which exists.
         versions: installed versions.
         force: run again what is recorded.
-        read: reads counters; None leaves them out, for which ``not_read`` is the reason.
-        advance: called with what is under way, and how many figures were measured since.
+        advance: called with what is under way, and how many figures were done since.
+        may_begin: asked before a figure is measured; the others are left once it says no.
         make_bench: replaces the device's own bench (tests).
     """
     bench: Bench | None = None
-    for task in tasks:
+    there = read_json(path).get(FIGURES, {})
+    for task in sorted(tasks, key=lambda task: task.figure.id in there):
         figure = task.figure
         advance(figure.id, 0)
         sources = figure.sources(versions)
-        result = None if force else _recorded(path, figure, sources)
-        lacks_counters = result is None or (bool(result.counters_absent) and read is not None)
-        if result is None:
+        if force or _recorded(path, figure, sources) is None:
+            if not may_begin():
+                return
             bench = bench or (make_bench or _bench)(device, limits)
-            result = measured(figure, bench)
-        if lacks_counters:
-            advance(f"counters of {figure.id}", 0)
-            result = with_counters(result, task, read, not_read)
-            if result.counters_absent and read is not None:
-                # What keeps ncu from one figure keeps it from all.
-                read, not_read = None, result.counters_absent
-            entry = {**result.to_json(), "sources": sources}
+            entry = {**measured(figure, bench).to_json(), "sources": sources}
 
             def change(data: dict[str, Any], key: str = figure.id, value: Any = entry) -> None:
                 data.setdefault(FIGURES, {})[key] = value

@@ -17,6 +17,7 @@ import torch
 from fusedops.bench.contenders import Contender, measure
 from fusedops.bench.data import Buffers
 from fusedops.bench.measurement import Failed, Measurement, Outcome
+from fusedops.bench.products import Layer
 from fusedops.bench.roofline import Ceilings
 from fusedops.bench.runner import GraphRunner
 from fusedops.bench.timer import Protocol
@@ -188,6 +189,7 @@ class Figure:
         files: files of csrc that it depends on.
         capability: the least compute capability.
         modules: Python files of fusedops that measure it, relative to the package.
+        layers: products that it asks the library for, whose kernels can be compiled ahead.
     """
 
     id: str
@@ -198,6 +200,7 @@ class Figure:
     files: tuple[str, ...] = ()
     capability: tuple[int, int] = (8, 0)
     modules: tuple[str, ...] = ()
+    layers: tuple[Layer, ...] = ()
 
     def sources(self, versions: Mapping[str, str]) -> str:
         """Hash of the code behind it and of the installed versions, which it measures too."""

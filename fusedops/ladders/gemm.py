@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedops.bench.data import Buffers
+from fusedops.bench.products import Layer
 from fusedops.errors import ShapeError, UnsupportedError
 from fusedops.gemm import gemm
 from fusedops.jit.launch import cuda_module, device_arch
@@ -177,6 +178,7 @@ def _library(
     lesson: Lesson,
     run: Callable[[Buffers], Tensor],
     kinds: tuple[str, ...],
+    layer: Layer,
 ) -> Step:
     name = f"{NAME}.{version}"
     return Step(
@@ -189,6 +191,7 @@ def _library(
         capability=(9, 0),
         kinds=kinds,
         modules=with_imports(_LIBRARY),
+        layers=(layer,),
     )
 
 
@@ -271,6 +274,7 @@ LADDER = Ladder(
             ),
             _by_library,
             (BF16, BF16_FUSED),
+            Layer(SIZE, SIZE, SIZE),
         ),
         _library(
             "v8",
@@ -283,6 +287,7 @@ LADDER = Ladder(
             ),
             _fused,
             (BF16_FUSED,),
+            Layer(SIZE, SIZE, SIZE, bias=True, activation="gelu_tanh"),
         ),
         _TRITON_STEP,
         _EMITTER,

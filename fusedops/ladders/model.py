@@ -27,6 +27,7 @@ from fusedops.jit.sources import cuda_sources
 from fusedops.ladders.walls import Wall
 
 if TYPE_CHECKING:
+    from fusedops.bench.products import Layer
     from fusedops.ladders.figures import Figure
     from fusedops.ladders.report import ResultRow
 
@@ -207,6 +208,7 @@ class Step:
         modules: Python files of fusedops that hold its code, relative to the package.
         recorded: figures of an earlier run, for a step that is shown and never run.
         readings: what is read beside the time, once it is known to be right: name -> value.
+        layers: products that it asks the library for, whose kernels can be compiled ahead.
     """
 
     id: str
@@ -224,6 +226,7 @@ class Step:
     modules: tuple[str, ...] = ()
     recorded: str = ""
     readings: Callable[[torch.device], dict[str, float]] | None = None
+    layers: tuple[Layer, ...] = ()
 
     def solves(self, problem: Problem) -> bool:
         """Whether the step is for problems of that kind."""

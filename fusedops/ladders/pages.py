@@ -13,7 +13,7 @@ from fusedops.ladders.figure_plot import panel_svg
 from fusedops.ladders.figure_table import figure_tables
 from fusedops.ladders.figures import Figure
 from fusedops.ladders.model import Finding, Ladder, Problem, Step, source_text
-from fusedops.ladders.report import Report, ResultRow
+from fusedops.ladders.report import Report, ResultRow, classified
 from fusedops.ladders.roofline_plot import roofline_svg
 from fusedops.ladders.table import HEADINGS, counters_notes, table_rows
 
@@ -76,7 +76,10 @@ def _findings(ladder: Ladder, report: Report) -> tuple[Finding, ...]:
     """What the recorded rows of a ladder say together."""
     if ladder.findings is None:
         return ()
-    return ladder.findings(report.ladders.get(ladder.name, {}))
+    # Results are stored by name; findings tell problems in the ladder's order.
+    recorded = report.ladders.get(ladder.name, {})
+    names = [problem.name for problem in ladder.problems(ladder.size)]
+    return ladder.findings({name: recorded[name] for name in names if name in recorded})
 
 
 def _lessons(step: Step | Figure) -> tuple[tuple[str, str], ...]:
@@ -126,6 +129,7 @@ def _html_ladder(ladder: Ladder, report: Report) -> str:
     parts = [f"<h2>{html.escape(ladder.title)}</h2>", f"<p>{html.escape(ladder.intro)}</p>"]
     for problem, rows in _parts(ladder, report):
         parts.append(f"<h3>{html.escape(problem.name)}</h3>")
+        parts.append(f"<p>{html.escape(classified(problem, report.ceilings))}</p>")
         parts.append(_html_table(HEADINGS, table_rows(ladder, problem.name, rows)))
         parts += [f"<p>{html.escape(note)}</p>" for note in counters_notes(rows)]
         parts.append(roofline_svg(problem, rows, report.ceilings))
@@ -194,7 +198,7 @@ def markdown(report: Report, names: Sequence[str]) -> str:
         ladder = load_ladder(name)
         lines += ["", f"## {ladder.title}", "", ladder.intro]
         for problem, rows in _parts(ladder, report):
-            lines += ["", f"### {problem.name}", ""]
+            lines += ["", f"### {problem.name}", "", classified(problem, report.ceilings), ""]
             lines += _markdown_table(HEADINGS, table_rows(ladder, problem.name, rows))
             lines += [f"\n{note}" for note in counters_notes(rows)]
         for finding in _findings(ladder, report):
@@ -221,10 +225,10 @@ def write_pages(report: Report, names: Sequence[str], folder: Path) -> tuple[Pat
     return page, text
 
 
-def explain(ladder: Ladder) -> str:
-    """The lesson of a ladder as plain text."""
+def explain(ladder: Ladder, rungs: Sequence[Step | Figure] | None = None) -> str:
+    """The lesson of a ladder as plain text; of some of its steps only where they are given."""
     lines = [ladder.title, "", ladder.intro]
-    for step in ladder.rungs:
+    for step in ladder.rungs if rungs is None else rungs:
         lines += ["", f"{step.id}: {step.title}"]
         lines += [f"  {part.lower():<5}  {text}" for part, text in _lessons(step)]
         lines += [f"  code   csrc/{file}, {step.lesson.lines} lines" for file in _files(step)]

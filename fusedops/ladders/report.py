@@ -22,6 +22,7 @@ __all__ = [
     "Report",
     "ResultRow",
     "ceilings_to_json",
+    "classified",
     "committed_reports",
     "derived",
     "read_report",
@@ -100,6 +101,24 @@ def derived(
         "intensity": problem.operations / (counted or moved),
         "wall": wall.value if wall is not None else "",
     }
+
+
+def classified(problem: Problem, limits: Ceilings) -> str:
+    """What a problem costs at least, by bytes and operations, and which roof that is under."""
+    traffic = problem.traffic
+    moved = traffic.read_bytes + traffic.write_bytes
+    bound = floor(traffic, limits)
+    text = (
+        f"At least {traffic.read_bytes / 1e6:,.1f} MB read and {traffic.write_bytes / 1e6:,.1f} MB "
+        f"written for {problem.operations:.4g} {problem.unit}: {problem.operations / moved:.4g} "
+        f"{problem.unit} a byte"
+    )
+    if traffic.flops:
+        ridge = limits.bf16_flops_per_s * bound.memory_us / moved / 1e6
+        side = "above" if traffic.flops / moved >= ridge else "below"
+        text += f", {side} the ridge point of {ridge:.4g}"
+    roof = "memory" if bound.memory_us >= bound.compute_us else "the tensor cores"
+    return f"{text}. The floor is {bound.us:.1f} us, by {roof}."
 
 
 def _row(data: dict[str, Any]) -> ResultRow:

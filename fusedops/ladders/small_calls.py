@@ -8,6 +8,7 @@ import importlib.util
 import os
 import shutil
 import statistics
+import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -215,6 +216,8 @@ def _compiled_call(
 
 def pybind_call(device: torch.device) -> tuple[Call, float | None]:
     """A torch extension through pybind11, compiled by g++."""
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        raise UnsupportedError("Python.h is not installed")
     return _compiled_call(device, build_pybind)
 
 

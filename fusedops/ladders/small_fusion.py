@@ -13,6 +13,7 @@ from fusedops.bench.contenders import Contender
 from fusedops.bench.data import Buffers
 from fusedops.bench.measurement import Measurement
 from fusedops.bench.oracles import bitwise, relative_error
+from fusedops.bench.products import Layer
 from fusedops.errors import LaunchError
 from fusedops.gemm import gemm
 from fusedops.jit.dsl import missing_wheels
@@ -274,8 +275,8 @@ def fusion(id: str, title: str) -> Figure:
     lesson = Lesson(
         "The second kernel's work is done where the first one still holds the values. At few rows "
         "that saves a launch; at many it saves writing the values and reading them again.",
-        "launch. At M = 1 the difference is one kernel's launch whatever is fused; from some "
-        "hundred rows on it is the bytes, until what lies between fits no cache.",
+        "launch. At M = 1 the difference is one kernel's launch whatever is fused. With more rows "
+        "it is the bytes: cheap while what lies between fits the L2, dear once it goes to memory.",
         "Fuse along the chain first where kernels are short; where the product dominates, fuse "
         "what its epilogue can do while the next tile loads.",
     )
@@ -294,4 +295,12 @@ def fusion(id: str, title: str) -> Figure:
         for pair in PAIRS
     )
     files = ("norm.cu", "quantize.cu", "activation.cu", CHAIN.file)
-    return Figure(id, title, lesson, panels, files=files)
+    layers = tuple(
+        layer
+        for m in SIZES_M
+        for layer in (
+            Layer(m, 2 * GATED_F, GATED_K),
+            Layer(m, 2 * GATED_F, GATED_K, activation="silu", gated=True),
+        )
+    )
+    return Figure(id, title, lesson, panels, files=files, layers=layers)

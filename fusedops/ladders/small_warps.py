@@ -236,9 +236,14 @@ def _one_load_values(found: int, device: torch.device, us: float) -> dict[str, f
 
 def _shared_memory(bench: Bench) -> Iterator[FigureRow]:
     for kib in SHARED_KIB:
-        found, outcome = _one_load(bench, kib)
+        series, x = "one load a thread", f"{kib} KiB a block"
+        try:
+            found, outcome = _one_load(bench, kib)
+        except LaunchError as error:  # smaller GPUs have no room for the largest blocks
+            yield FigureRow(series, x, kib, absent=str(error))
+            continue
         values = functools.partial(_one_load_values, found, bench.device)
-        yield outcome_row("one load a thread", f"{kib} KiB a block", kib, outcome, values)
+        yield outcome_row(series, x, kib, outcome, values)
 
 
 def _carve_outs(bench: Bench) -> Iterator[FigureRow]:
@@ -282,6 +287,9 @@ def _clusters(bench: Bench) -> Iterator[FigureRow]:
             )
         except LaunchError as error:
             yield FigureRow("clusters", x, blocks, absent=str(error))
+            continue
+        if not found:
+            yield FigureRow("clusters", x, blocks, absent="no cluster of that size fits this GPU")
             continue
         grid = blocks * (_WAVES * bench.sms // blocks)
         outputs = Buffers((), (torch.empty(grid, dtype=torch.int32, device=bench.device),))

@@ -19,6 +19,7 @@ HEADINGS = (
     "of ceiling",
     "excess sectors",
     "bank conflicts",
+    "global atomics",
     "active threads",
     "tensor pipe",
     "occupancy",
@@ -51,7 +52,7 @@ def _rate(row: ResultRow) -> str:
 
 def _counter_cells(counters: Counters | None) -> tuple[str, ...]:
     if counters is None:
-        return (_NONE,) * 6
+        return (_NONE,) * 7
     excess = _count(counters.excess_sectors)
     if counters.excess_share:
         excess = f"{excess} ({counters.excess_share:.0%})"
@@ -66,6 +67,7 @@ def _counter_cells(counters: Counters | None) -> tuple[str, ...]:
     return (
         excess,
         conflicts,
+        _count(counters.global_atomics),
         _NONE if active is None else f"{active:.1f} of 32",
         *map(_percent, percents),
         _count(counters.registers),

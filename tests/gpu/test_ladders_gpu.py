@@ -16,6 +16,7 @@ from fusedops.bench.timer import Protocol
 from fusedops.ladders import built, load_ladder
 from fusedops.ladders.gemm_problem import product_problem
 from fusedops.ladders.model import Ladder, Problem, Step
+from fusedops.ladders.ncu import Asked, read_counters
 from fusedops.ladders.profiled import run_profiled
 from fusedops.ladders.runner import Runner, Task
 from fusedops.providers.base import use_provider
@@ -125,9 +126,26 @@ def test_the_process_that_is_profiled_runs_its_steps(name: str) -> None:
     ladder = load_ladder(name)
     here = torch.cuda.get_device_capability()
     own = [step for step in ladder.steps if not step.peer and not step.recorded]
+    asked = []
     for problem in ladder.problems(ladder.size):
         steps = [step for step in own if step.capability <= here and step.solves(problem)]
-        run_profiled(name, problem.name, [step.id for step in steps])
+        asked.append(Asked(name, problem.name, tuple(step.id for step in steps)))
+    assert run_profiled(asked) == {}
+
+
+def test_counters_tell_why_a_transpose_is_slow() -> None:
+    steps = ("transpose.v1", "transpose.v3", "transpose.v4")
+    (problem,) = load_ladder("transpose").problems(8192)
+    found = read_counters([Asked("transpose", problem.name, steps)], 120.0)
+    if isinstance(found, str):
+        pytest.skip(found)
+    (counters,) = found
+    assert set(counters) == set(steps)
+    # 32 sectors a request instead of 4, for each of the 2^21 loads and 2^21 stores of a warp.
+    assert counters["transpose.v1"].excess_sectors == 2 * 2**21 * 28
+    assert counters["transpose.v3"].excess_sectors == 0
+    assert (counters["transpose.v3"].load_ways or 0) > 16
+    assert (counters["transpose.v4"].load_ways or 0) < 2
 
 
 @pytest.mark.parametrize("name", STEPPED)

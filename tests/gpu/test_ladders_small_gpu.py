@@ -15,6 +15,7 @@ from fusedops.bench.roofline import Ceilings
 from fusedops.ladders import load_ladder, small_calls
 from fusedops.ladders.figure_run import FigureTask
 from fusedops.ladders.figures import Figure, FigureResult, FigureRow
+from fusedops.ladders.ncu import Asked
 from fusedops.ladders.occupancy import blocks_per_sm, carve_out, clusters_at_once, warps_per_sm
 from fusedops.ladders.profiled import run_profiled
 from fusedops.ladders.runner import Runner
@@ -220,7 +221,7 @@ def test_a_run_records_every_row_and_none_fails(figure: Figure, folder: Path) ->
 @pytest.mark.parametrize("figure", PROBED, ids=lambda figure: figure.id)
 def test_the_process_that_is_profiled_launches_a_figures_rows(figure: Figure) -> None:
     keys = [key for panel in figure.panels for key in panel.probes]
-    run_profiled("small", figure.id, keys[:2])
+    assert run_profiled([Asked("small", figure.id, tuple(keys[:2]))]) == {}
 
 
 def test_divergence_costs_within_warps_only(folder: Path) -> None:

@@ -11,9 +11,11 @@ namespace fusedops {
 
 constexpr float kBinsPerUnit = 32.0f;
 
-// Clusters are for rows of which there are fewer blocks than SMs.
-template <int kBlocks, int kThreads>
-constexpr int kBlocksOfSm = kBlocks > 1 ? 1 : kMostThreads / kThreads;
+// For clusters too: the SMs that one may lie in form groups of unequal size, so that the last ones
+// of a launch with a block for each SM may have to enter SMs beside others. An H100 has 132 SMs, of
+// which 15 clusters of 8 blocks may be all that get SMs of their own.
+template <int kThreads>
+constexpr int kBlocksOfSm = kMostThreads / kThreads;
 
 // Scores are not above 0: the best one is 0, so the bits of their magnitude rank them.
 struct ScoreRule {
@@ -120,7 +122,7 @@ __device__ __forceinline__ int last_bin_of(SelectMemory& memory, const ScoreRule
 }
 
 template <typename T, int kBlocks, int kThreads>
-__global__ void __launch_bounds__(kThreads, (kBlocksOfSm<kBlocks, kThreads>))
+__global__ void __launch_bounds__(kThreads, kBlocksOfSm<kThreads>)
     sample(const T* logits, const float* temperature, const long long* seed, const int* top_k,
            const float* top_p, long long* tokens, int vocabulary, int chunk, long long row_stride,
            long long column_stride, long long temperature_stride, long long seed_stride,
@@ -309,7 +311,7 @@ __global__ void __launch_bounds__(kThreads, (kBlocksOfSm<kBlocks, kThreads>))
 
 // values, indices (rows, k): the k largest of each row in descending order, k <= kCandidates / 2.
 template <typename T, int kBlocks, int kThreads>
-__global__ void __launch_bounds__(kThreads, (kBlocksOfSm<kBlocks, kThreads>))
+__global__ void __launch_bounds__(kThreads, kBlocksOfSm<kThreads>)
     top_k(const T* x, T* values, long long* indices, int length, int chunk, int k,
           long long row_stride, long long column_stride) {
   extern __shared__ uint4 dynamic[];

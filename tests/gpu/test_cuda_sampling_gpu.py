@@ -12,6 +12,8 @@ from cuda_cases import PROVIDER, captured
 from torch import Tensor
 
 from fusedops.check import ACTIVATION_DTYPES
+from fusedops.jit.launch import cuda_module, device_arch
+from fusedops.ladders.occupancy import clusters_at_once, registers
 from fusedops.ops.sampling import greedy, sample
 from fusedops.providers import cuda_sampling
 from fusedops.providers.base import Usage, use_provider
@@ -21,6 +23,7 @@ COVERS = (
     "csrc/include",
     "fusedops/jit/bound.py",
     "fusedops/jit/launch.py",
+    "fusedops/ladders/occupancy.py",
     "fusedops/ops/op.py",
     "fusedops/providers/cuda*.py",
     "tests/gpu/cuda_cases.py",
@@ -195,6 +198,24 @@ def test_it_works_under_torch_compile() -> None:
     ones, seed = torch.ones(4, device="cuda"), torch.arange(4, device="cuda")
     compiled = torch.compile(lambda x: sample(x * 1.0, ones, seed) + 1, fullgraph=True)
     assert torch.equal(compiled(logits), sample(logits, ones, seed) + 1)
+
+
+@pytest.mark.parametrize("rows", [16, 32, 33, 66])
+def test_all_clusters_run_at_once(rows: int) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    logits = drawn(rows, 8192, torch.bfloat16)
+    arguments = (logits, torch.ones(rows, device="cuda"), torch.arange(rows, device="cuda"))
+    assert sample(*arguments).shape == (rows,)
+    entry, _ = cuda_sampling.SAMPLE.call.prepared((*arguments, None, None), ())
+    (launch,) = entry.plan.launches
+    module = cuda_module(launch.program, device_arch(device.index))
+    kernel = module.kernel(launch.kernel, launch.parameters)
+    assert registers(kernel, device) * launch.threads * (1024 // launch.threads) <= 65536
+    if launch.cluster > 1:
+        found = clusters_at_once(
+            kernel, device, launch.threads, launch.shared_bytes, launch.cluster
+        )
+        assert found * launch.cluster >= launch.blocks[0], (launch.kernel, found)
 
 
 @pytest.mark.gpu_large

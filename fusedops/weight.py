@@ -38,7 +38,7 @@ class WeightFormat(SpecItem):
         raise NotImplementedError
 
 
-_BLOCK_ROWS = 64
+_BLOCK_ROWS = 32
 _LEAST_IN_BLOCKS = 1 << 18
 """Elements of a weight from which a batch of products is worth its 10 us."""
 
@@ -52,8 +52,8 @@ def in_blocks(rows: int, n: int, k: int) -> bool:
 def float_product(x: Tensor, weight: Tensor) -> Tensor:
     """``x @ weight.T`` in float32: (M, K) and (N, K) give (M, N).
 
-    On a CPU, MKL's sgemm loses a third to a half on 4 to 12 rows (2 cores, AVX-512; M=4, N=960,
-    K=576: 147 us, as a batch of 64-row products 78 us; N=49152: 11.0 ms, 6.9 ms).
+    On a CPU, MKL's sgemm loses up to a half on 4 to 12 rows (2 cores, AVX-512, weights from memory;
+    M=4: 2048 x 2048 885 us, as a batch of 32-row products 573 us; 3072 x 576 475 and 361 us).
     """
     rows, n = x.shape[0], weight.shape[0]
     if x.is_cuda or not in_blocks(rows, *weight.shape):

@@ -225,9 +225,11 @@ class Engine:
         pages: list[list[int]] = []
         self._busy = True
         try:
-            for request in requests:
-                n_positions = len(request.prompt) + request.max_new_tokens - 1
-                pages.append(self.cache.allocator.allocate(self.cache.pages_for(n_positions)))
+            # All get what the longest needs (there is room for that): requests that lie evenly in
+            # the pool are attended in one call on the CPU.
+            longest = max(len(r.prompt) + r.max_new_tokens - 1 for r in requests)
+            for _ in requests:
+                pages.append(self.cache.allocator.allocate(self.cache.pages_for(longest)))
             started = time.perf_counter()
             self._prefill(requests, pages, sampled)
             batch.take(self._read_back(0, list(range(len(requests)))))

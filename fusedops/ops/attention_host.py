@@ -110,34 +110,36 @@ def _attend_single(
     # The query heads that share a KV head become rows of one product, so K and V are not repeated.
     grouped = (requests, heads, query_heads // heads, head_dim)
     wide = (q if q.dtype is torch.float32 else q.float()).view(grouped)
-    out = torch.empty(grouped, dtype=torch.float32, device="cpu")
-    if options.window or options.softcap or not _viewable(k_slots, v_slots):
-        _attend_each(wide, out, k_slots, v_slots, pages, lengths, options)
-    else:
-        for first, end, step in _even_runs(pages):
-            run = slice(first, end)
-            part = (wide[run], out[run], k_slots, v_slots, pages[run], lengths[run])
-            if step == 0 or not _attend_run(*part, step, options.scale):
-                _attend_each(*part, options)
-    return out.view(q.shape).to(q.dtype)
+    evenly = not options.window and not options.softcap and _viewable(k_slots, v_slots)
+    runs = list(_even_runs(pages)) if evenly else []
+    results = []
+    for first, end, step in runs:
+        run = slice(first, end)
+        part = (wide[run] if len(runs) > 1 else wide, k_slots, v_slots, pages[run], lengths[run])
+        together = _attend_run(*part, step, options.scale) if step else None
+        results.append(_attend_each(*part, options) if together is None else together)
+    if not runs:
+        results.append(_attend_each(wide, k_slots, v_slots, pages, lengths, options))
+    out = results[0] if len(results) == 1 else torch.cat(results)
+    return out.reshape(q.shape).to(q.dtype)
 
 
 def _attend_each(
     q: Tensor,
-    out: Tensor,
     k_slots: Tensor,
     v_slots: Tensor,
     pages: list[list[int]],
     lengths: list[int],
     options: Attention,
-) -> None:
-    """Write (B, Hkv, group, D) ``out``, float32 like ``q``, with two small products a request.
+) -> Tensor:
+    """(B, Hkv, group, D) float32 like ``q``, with two small products a request.
 
     SDPA takes longer for one query of one request at every length from 32 to 8192 keys, and its
     call is the larger part of the time at the short ones.
     """
     page_size = k_slots.shape[1]
     scaled = torch.mul(q, options.scale)
+    out = torch.empty(q.shape, dtype=torch.float32, device="cpu")
     read = _key_reader(k_slots, v_slots, options)
     for rows, result, row, length in zip(
         scaled.unbind(), out.unbind(), pages, lengths, strict=True
@@ -150,6 +152,7 @@ def _attend_each(
         k, v = read(row[first:], oldest - first * page_size, length - oldest)
         scores = capped(torch.bmm(rows, k), options)
         torch.bmm(scores.softmax(-1), v, out=result)
+    return out
 
 
 def _lie_in_order(pages: list[int]) -> bool:
@@ -187,24 +190,23 @@ def _beyond(lengths: tuple[int, ...]) -> Tensor:
 
 def _attend_run(
     q: Tensor,
-    out: Tensor,
     k_slots: Tensor,
     v_slots: Tensor,
     pages: list[list[int]],
     lengths: list[int],
     step: int,
     scale: float,
-) -> bool:
+) -> Tensor | None:
     """``_attend_each`` of a run of ``_even_runs`` as one call, from a view of the caches.
 
     Four requests with 80 keys take 25 us instead of 80. The view is as long as the longest request:
-    False where the pool ends before it does, or where a result is not finite, as a NaN behind a
+    None where the pool ends before it does, or where a result is not finite, as a NaN behind a
     shorter request's keys may have come through the mask.
     """
     page_size, heads, head_dim = k_slots.shape[1:]
     longest = max(lengths)
     if pages[-1][0] * page_size + longest > k_slots.shape[0] * page_size:
-        return False
+        return None
     size = (len(lengths), heads, longest, head_dim)
     page = page_size * heads * head_dim
     stride = (step * page, head_dim, heads * head_dim, 1)
@@ -215,9 +217,8 @@ def _attend_run(
     mask = None if min(lengths) == longest else _beyond(tuple(lengths))
     attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     if mask is not None and not attended.sum().isfinite():
-        return False
-    out.copy_(attended)
-    return True
+        return None
+    return attended
 
 
 def _attend_one(

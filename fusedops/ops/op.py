@@ -168,9 +168,10 @@ class Op:
             graph capture unless ``check_values`` says otherwise.
         check_values: further checks that read tensor values; run on CPU tensors only, because on a
             GPU they would synchronise.
-        check_aliases: further checks that ask whether arguments are one tensor; run at every call.
-        separate: called behind every check, at every call; returns the arguments to run with, where
-            some that are only read may have to be copied because they share memory with others.
+        check_aliases: further checks, of whether arguments share memory; skipped for arguments that
+            lie where earlier ones did.
+        separate: called behind every check; returns the arguments to run with, where some that are
+            only read may have to be copied because they share memory with others; skipped likewise.
         public: the function that errors name, if it is called otherwise.
     """
 
@@ -193,6 +194,7 @@ class Op:
         self.check_aliases = check_aliases
         self._separate = separate
         self._accepted: set[tuple[Any, ...]] = set()
+        self._apart: set[tuple[Any, ...] | None] = set()
         self._fake = fake
         self._implementations: dict[str, tuple[Callable[..., Support], Callable[..., Any]]] = {}
         self.add("reference", _any_device, reference)
@@ -239,6 +241,25 @@ class Op:
             self._accepted.clear()
         self._accepted.add(signature)
 
+    def _placed(self, signature: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """All that aliasing depends on: where which bytes lie; None where none is asked about."""
+        if self.check_aliases is None and self._separate is None:
+            return None
+        addresses = [arg.data_ptr() for arg in args if isinstance(arg, torch.Tensor)]
+        return (signature, *addresses)
+
+    def _made_apart(self, placed: tuple[Any, ...] | None, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments to run with; remembers the places of those that are apart as they are.
+
+        A decode step has the same tensors, or the allocator's same addresses, again and again.
+        """
+        result = args if self._separate is None else self._separate(*args)
+        if all(new is old for new, old in zip(result, args, strict=True)):
+            if len(self._apart) >= _SIGNATURE_LIMIT:
+                self._apart.clear()
+            self._apart.add(placed)
+        return result
+
     def _run(self, *args: Any) -> Any:
         if torch.is_grad_enabled():
             refuse_grad(self.public, args)
@@ -247,13 +268,15 @@ class Op:
             self._check_new(args, signature)
         for i, name in self._written:
             require_updatable(self.name, name, args[i])
-        if self.check_aliases is not None:
+        placed = self._placed(signature, args)
+        is_apart = placed is None or placed in self._apart
+        if not is_apart and self.check_aliases is not None:
             self.check_aliases(*args)
         on_cpu = args[0].is_cpu
         if on_cpu and self.check_values is not None:
             self.check_values(*args)
-        if self._separate is not None:
-            args = self._separate(*args)
+        if not is_apart:
+            args = self._made_apart(placed, args)
         policy = current_policy()
         if on_cpu and policy.pinned is None:
             # Every other provider is for GPUs; asking each costs more than a small call's work.

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fusedops.config import DECODE_BUCKETS, choose_decode, decode_tiles, m_bucket
+from fusedops.config import DECODE_BUCKETS, DecodeTile, choose_decode, decode_tiles, m_bucket
 from fusedops.epilogue.chain import Epilogue
 from fusedops.errors import BuildError, ConfigError
 from fusedops.jit.dsl import OBJECT, compile_dsl, dsl_kernel
@@ -80,6 +80,15 @@ def test_every_padded_m_compiles(m: int, tmp_path: Path) -> None:
     problem = make_problem("bias|residual", m)
     assert choose_decode(problem, "none").split == 2
     check_code(replace(problem, gpu="none"), tmp_path)
+
+
+@needs_dsl
+@pytest.mark.parametrize("tile", decode_tiles(), ids=lambda tile: tile.name)
+def test_every_decode_tiling_compiles_without_a_driver(tile: DecodeTile, tmp_path: Path) -> None:
+    problem = make_problem("none", n=128256)
+    assert tile.legal(problem) is None
+    compile_dsl(decode_program(problem, tile), problem.arch, tmp_path)
+    assert (tmp_path / OBJECT).stat().st_size > 0
 
 
 @needs_dsl

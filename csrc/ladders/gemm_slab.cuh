@@ -1,5 +1,6 @@
 // Tiles of 128 rows of x and 128 rows of w, 64 bytes of each row at a time: a slab. Rows are padded
-// to five vectors of 16 bytes, so that eight threads that read vectors of eight rows meet all banks.
+// to five vectors of 16 bytes, so that eight threads that read vectors of eight rows meet all
+// banks.
 #pragma once
 
 namespace fusedops {

@@ -12,8 +12,8 @@ __device__ __forceinline__ void multiply_tiles(const float* x, const float* w, f
                                                int k) {
   __shared__ float4 x_memory[kTile * kPitch / 4];  // float4: aligned to 16 bytes
   __shared__ float4 w_memory[kTile * kPitch / 4];
-  const auto x_tile = reinterpret_cast<float(*)[kPitch]>(x_memory);
-  const auto w_tile = reinterpret_cast<float(*)[kPitch]>(w_memory);
+  const auto x_tile = reinterpret_cast<float (*)[kPitch]>(x_memory);
+  const auto w_tile = reinterpret_cast<float (*)[kPitch]>(w_memory);
   const int tx = threadIdx.x;
   const int ty = threadIdx.y;
   const long long x_row = blockIdx.y * kTile + ty;

@@ -11,8 +11,8 @@
 
 namespace fusedops {
 
-constexpr int kValues = 8;      // of a vector
-constexpr int kWarpRows = 64;   // two warps share the rows of a tile,
+constexpr int kValues = 8;        // of a vector
+constexpr int kWarpRows = 64;     // two warps share the rows of a tile,
 constexpr int kWarpColumns = 32;  // four its columns
 
 // Four matrices of 8 x 8; lane l gives the address of row l % 8 of matrix l / 8. PTX ISA,
@@ -54,8 +54,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       }
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        load_matrices(b[j],
-                      &slab.w[column + 16 * j + lane / 16 * 8 + lane % 8][q + lane / 8 % 2]);
+        load_matrices(b[j], &slab.w[column + 16 * j + lane / 16 * 8 + lane % 8][q + lane / 8 % 2]);
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -72,7 +71,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   for (int i = 0; i < 4; ++i) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const float(&each)[4] = sum[i][j];
+      const float (&each)[4] = sum[i][j];
       const long long top = (first_row + 16 * i) * (n / 2) + pair + 4 * j;
       out[top] = __floats2bfloat162_rn(each[0], each[1]);
       out[top + 4ll * n] = __floats2bfloat162_rn(each[2], each[3]);  // eight rows below

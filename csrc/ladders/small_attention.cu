@@ -119,8 +119,8 @@ __global__ void __launch_bounds__(kThreads)
 // scores: (heads, length, length).
 template <int kRows>
 __global__ void __launch_bounds__(kThreads)
-    small_attention_scores(const float* q, const float* k, float* scores,
-                           unsigned long long* moved, float scale, int length) {
+    small_attention_scores(const float* q, const float* k, float* scores, unsigned long long* moved,
+                           float scale, int length) {
   extern __shared__ float rows[];
   float* tile = rows + kRows * kPitch;
   constexpr int kOwn = kRows / kWarps;

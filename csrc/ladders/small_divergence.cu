@@ -6,8 +6,8 @@
 
 namespace fusedops {
 
-__global__ void __launch_bounds__(256) small_divergence(const float* x, float* out, int paths,
-                                                        int by_warp, int rounds, int count) {
+__global__ void __launch_bounds__(256)
+    small_divergence(const float* x, float* out, int paths, int by_warp, int rounds, int count) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= count) return;
   const int mine = (by_warp ? i / 32 : i) % paths;

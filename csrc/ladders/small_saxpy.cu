@@ -27,8 +27,8 @@ __global__ void __launch_bounds__(256)
   const auto* ys = reinterpret_cast<const float4*>(y);
   for (long long i = first; i < vectors; i += step) {
     const float4 u = xs[i], v = ys[i];
-    reinterpret_cast<float4*>(out)[i] = make_float4(fmaf(a, u.x, v.x), fmaf(a, u.y, v.y),
-                                                    fmaf(a, u.z, v.z), fmaf(a, u.w, v.w));
+    reinterpret_cast<float4*>(out)[i] =
+        make_float4(fmaf(a, u.x, v.x), fmaf(a, u.y, v.y), fmaf(a, u.z, v.z), fmaf(a, u.w, v.w));
   }
   for (long long i = 4 * vectors + first; i < count; i += step) out[i] = fmaf(a, x[i], y[i]);
 }

@@ -140,6 +140,9 @@ class DecodeGemm:
             stream=stream,
             use_pdl=self.pdl,
             min_blocks_per_mp=cfg.resident,
+            # Several CTAs fit only with all shared memory; left open, the DSL asks a GPU how much
+            # that is, and compiling needs none.
+            preferred_smem_carveout=100 if cfg.resident > 1 else None,
         )
 
     @property

@@ -78,8 +78,14 @@ def require_writable_target(path: Path, option: str = "--json") -> None:
         raise ConfigError(
             f"the folder {path.parent} of {path.name} does not exist; make it, or {elsewhere}"
         )
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"the folder {path.parent} is not writable; {elsewhere}")
+    try:
+        # Made without a name. Permissions alone do not tell: root has them everywhere.
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"the folder {path.parent} takes no file ({error.strerror or error}); {elsewhere}"
+        ) from None
 
 
 def written_line(path: Path) -> str:

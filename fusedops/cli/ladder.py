@@ -130,7 +130,7 @@ def _committed() -> Path:
     if not found:
         raise DeviceError(
             f"ladder: torch {torch.__version__} sees no CUDA device, and no results are committed "
-            "here (reports/<gpu>/ladders.json); run it on a GPU, or read the lessons with "
+            "here (a ladders.json below reports/); run it on a GPU, or read the lessons with "
             "--explain."
         )
     return max(found, key=lambda file: read_report(file).environment.date)

@@ -54,6 +54,11 @@ class Scale(Node):
     axis: str = "scalar"
 
     def __post_init__(self) -> None:
+        if self.operand in _SCALE_AXES:
+            raise ConfigError(
+                f"scale: {self.operand!r} is an axis, and the operand's name stands before it; "
+                f"write scale(scale,{self.operand})."
+            )
         scale_axis(self.spec_name, self.axis)
 
     def operands(self) -> tuple[Operand, ...]:

@@ -176,8 +176,9 @@ class SpecItem:
         require_text(cls.kind, text)
         match = _ITEM.fullmatch(text.strip())
         if match is None:
+            joined = "; nodes are joined by |" if cls.kind == "epilogue node" else ""
             raise ConfigError(
-                f"{cls.kind} {text!r} is malformed; write name or name(argument,...)."
+                f"{cls.kind} {text!r} is malformed; write name or name(argument,...){joined}."
             )
         name, arguments = match.groups()
         item_class = _finished(cls.registry.get(name)) or cls.registry.get(name)
@@ -193,7 +194,7 @@ class SpecItem:
                 f" {', '.join(f.name for f in fields)}."
             )
         values = {
-            f.name: _parse_value(text, f.name, _FIELD_KINDS[f.type], value)
+            f.name: _parse_value(text, f.name, _FIELD_KINDS[f.type], value, fields)
             for f, value in zip(fields, raw, strict=False)
         }
         try:
@@ -216,13 +217,19 @@ def _format_value(value: object) -> str:
     return repr(float(value)) if isinstance(value, float) else str(value)
 
 
-def _parse_value(text: str, name: str, kind: Any, raw: str) -> object:
+def _parse_value(
+    text: str, name: str, kind: Any, raw: str, fields: tuple[dataclasses.Field[Any], ...]
+) -> object:
     if kind is str:
         return raw
     try:
         return kind(raw)
     except ValueError as error:
-        raise ConfigError(f"{text!r}: {name}={raw!r} is not of type {kind.__name__}.") from error
+        form = ", ".join(f.name for f in fields)
+        raise ConfigError(
+            f"{text!r}: {name}={raw!r} is not of type {kind.__name__}; the arguments are, in this "
+            f"order, {form}."
+        ) from error
 
 
 _complete: set[type] = set()

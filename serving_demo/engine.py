@@ -228,8 +228,9 @@ class Engine:
             # All get what the longest needs (there is room for that): requests that lie evenly in
             # the pool are attended in one call on the CPU.
             longest = max(len(r.prompt) + r.max_new_tokens - 1 for r in requests)
+            pages_each = self.cache.pages_for(longest)
             for _ in requests:
-                pages.append(self.cache.allocator.allocate(self.cache.pages_for(longest)))
+                pages.append(self.cache.allocator.allocate(pages_each))
             started = time.perf_counter()
             self._prefill(requests, pages, sampled)
             batch.take(self._read_back(0, list(range(len(requests)))))

@@ -248,7 +248,9 @@ def test_a_request_does_not_depend_on_its_neighbours() -> None:
 )
 def test_requests_that_lie_evenly_are_attended_together(lengths: list[int], garbage: float) -> None:
     batch = paged_batch(lengths, garbage=garbage, in_order=True)
-    assert_close(by_op(batch, mixed=False), oracles.paged_attention(batch))
+    out = by_op(batch, mixed=False)
+    assert out.is_contiguous()
+    assert_close(out, oracles.paged_attention(batch))
 
 
 def test_runs_are_of_requests_that_lie_evenly() -> None:

@@ -286,6 +286,19 @@ def test_a_page_can_be_appended_to_itself(layout: str) -> None:
         assert torch.equal(view[7], before.flip(0))
 
 
+def test_caches_are_judged_by_where_they_lie() -> None:
+    """What was found of one call holds for the same places only, not for the same shapes."""
+    k, v = normal(1, HEADS, HEAD_DIM), normal(1, HEADS, HEAD_DIM, seed=1)
+    pool = torch.full((4, 2, PAGE_SIZE, HEADS, HEAD_DIM), UNTOUCHED)
+    where = (table(1, 1) * 0, torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
+    for _ in range(2):
+        append_paged_kv(k, v, pool[:2, 0], pool[:2, 1], *where)
+        for overlapping in (pool[:2, 0], pool[1:3, 0]):
+            with pytest.raises(LayoutError, match="k_cache and v_cache"):
+                append_paged_kv(k, v, pool[:2, 0], overlapping, *where)
+    assert torch.equal(pool[0, :, 0], torch.stack((k[0], v[0])))
+
+
 def test_b75_metadata_is_checked_on_the_host() -> None:
     block_table = torch.tensor([[3], [0]], dtype=torch.int32)
     for length in (0, 1, 15, 16):

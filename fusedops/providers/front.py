@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,30 +60,23 @@ def _front(problem: GemmProblem) -> Callable[[Tensor, Sequence[Tensor | None]], 
 
     if not isinstance(prologue, RmsNormPrologue):
         return in_torch
-    rounds_first = prologue.order == "llama"
+    norm = _norm_op if problem.device_type == "cuda" else rms_normalize
 
-    def by_rows(x: Tensor, operands: Sequence[Tensor | None]) -> Tensor:
-        weight, sumsq = operands[:2]
-        if sumsq is not None or weight is None or weight.dim() != 1:
-            return in_torch(x, operands)
-        # As the reference does it, without the views that a row needs none of.
-        return rms_normalize(x, weight, prologue.eps, prologue.weight_offset, rounds_first)
-
-    if problem.device_type != "cuda":
-        return by_rows
-
-    def by_the_norm_op(x: Tensor, operands: Sequence[Tensor | None]) -> Tensor:
+    def by_norm(x: Tensor, operands: Sequence[Tensor | None]) -> Tensor:
         weight, sumsq = operands[:2]
         if sumsq is not None or weight is None or weight.dtype not in (x.dtype, torch.float32):
             return in_torch(x, operands)
-        # Its own providers have it as one kernel; a provider pinned for the product may not.
-        with unpinned():
-            y: Tensor = torch.ops.fusedops.rms_norm.default(
-                x, weight.reshape(-1), prologue.eps, prologue.weight_offset, rounds_first
-            )
-        return y
+        rounds_first = prologue.order == "llama"
+        return norm(x, weight.reshape(-1), prologue.eps, prologue.weight_offset, rounds_first)
 
-    return by_the_norm_op
+    return by_norm
+
+
+def _norm_op(*args: Any) -> Tensor:
+    # Its own providers have it as one kernel; a provider pinned for the product may not.
+    with unpinned():
+        y: Tensor = torch.ops.fusedops.rms_norm.default(*args)
+    return y
 
 
 def answer(name: str, problem: GemmProblem) -> Support | None:

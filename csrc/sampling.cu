@@ -11,9 +11,6 @@ namespace fusedops {
 
 constexpr float kBinsPerUnit = 32.0f;
 
-// For clusters too: the SMs that one may lie in form groups of unequal size, so that the last ones
-// of a launch with a block for each SM may have to enter SMs beside others. An H100 has 132 SMs, of
-// which 15 clusters of 8 blocks may be all that get SMs of their own.
 template <int kThreads>
 constexpr int kBlocksOfSm = kMostThreads / kThreads;
 
@@ -144,7 +141,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfSm<kThreads>)
   const bool has_p = share < 1.0f;
   const bool is_cut = has_k || has_p;
 
-  const unsigned own_best = best_of_thread<kThreads>(piece);
+  const unsigned own_best = best_of_thread<kBlocks, kThreads>(piece);
   const Extent extent = join_extents<kBlocks, kThreads>(memory, own_best, has_k ? kept : 0, 0);
   const ScoreRule rule = {value_of_key(extent.best), heat};
   if (!(heat > 0.0f && fabsf(rule.best) < __int_as_float(0x7f800000))) {
@@ -323,7 +320,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksOfSm<kThreads>)
   const Piece<T> piece(x, column_stride, length, chunk, block);
   if (threadIdx.x == 0) memory.in_list = memory.in_owners = 0;
   pdl_wait();
-  const unsigned own_best = best_of_thread<kThreads>(piece);
+  const unsigned own_best = best_of_thread<kBlocks, kThreads>(piece);
   const Extent extent = join_extents<kBlocks, kThreads>(memory, own_best, k, 0);
   const float best = value_of_key(extent.best);
   const ValueRule rule = {best, kSelectBins / (best - value_of_key(extent.least))};

@@ -190,10 +190,12 @@ __device__ __forceinline__ Extent join_extents(SelectMemory& memory, unsigned ke
 }
 
 // The best key of a thread's elements; kNoKey without any.
-template <int kThreads, typename T>
+template <int kBlocks, int kThreads, typename T>
 __device__ __forceinline__ unsigned best_of_thread(const Piece<T>& piece) {
   float best = -__int_as_float(0x7f800000);
-  sweep<kThreads, 8>(piece, [&](float value) { best = max_nan(best, value); });
+  // Pieces of large clusters are short, and more loads in flight would cost registers.
+  constexpr int kLoads = kBlocks == 8 ? 4 : 8;
+  sweep<kThreads, kLoads>(piece, [&](float value) { best = max_nan(best, value); });
   const bool has_any = static_cast<int>(threadIdx.x) < max(piece.vectors, piece.ends());
   return has_any ? key_of_value(best) : kNoKey;
 }

@@ -41,10 +41,18 @@ SELECT_MEMORY_BYTES = 48464
 
 _SOURCE = "sampling.cu"
 
-_LAYOUTS = ((8, 512), (4, 512), (2, 1024), (1, 1024))
-"""Blocks a row and threads a block; one block an SM must be enough for all rows.
+_LAYOUTS = ((8, 1024), (4, 1024), (2, 1024), (1, 1024))
+"""Blocks a row and threads a block, which has its SM to itself.
 
-The first that fits has all blocks running at once, so that no SM waits for a second round.
+The first that fits has all blocks running at once, so that no row waits for a second round.
+"""
+
+_USABLE_BY_LARGE_CLUSTERS = 15 / 16
+"""Share of the SMs that clusters of 4 and 8 surely get.
+
+A cluster lies within one group of SMs, and groups have unequal sizes: of an H200's 132 SMs the
+occupancy query gives 15 clusters of 8 and 31 of 4 (the ladder of occupancy shows it). An SM's
+neighbour is always in its group, so pairs get all.
 """
 
 _MANY_ROWS = (1, 512)
@@ -78,7 +86,8 @@ def _layout(rows: int, length: int, gpu: Gpu) -> tuple[int, int]:
     if length < _LEAST_CLUSTER_LENGTH:
         return _MANY_ROWS
     for blocks, threads in _LAYOUTS:
-        if (blocks == 1 or gpu.has_clusters) and rows * blocks <= gpu.sms:
+        usable = gpu.sms * (_USABLE_BY_LARGE_CLUSTERS if blocks > 2 else 1)
+        if (blocks == 1 or gpu.has_clusters) and rows * blocks <= usable:
             return blocks, threads
     return _MANY_ROWS
 

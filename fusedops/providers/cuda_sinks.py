@@ -18,8 +18,7 @@ from torch import Tensor
 
 from fusedops.epilogue.outputs import GROUP
 from fusedops.errors import UnsupportedError
-from fusedops.providers.base import Support, current_policy, not_applicable
-from fusedops.providers.cuda_base import NAME
+from fusedops.providers.base import Support
 from fusedops.providers.cuda_call import CudaCall
 from fusedops.providers.cuda_plan import View, ceil_div, coalesce
 from fusedops.providers.cuda_rows import Rows, scale_pitch
@@ -139,11 +138,6 @@ def quantized_results(results: Sequence[Tensor], options: tuple[Any, ...]) -> li
     return quantized_result(results, sink_of(*options[-2:], len(results) == 1))
 
 
-@functools.cache
-def _unmeasured() -> Support:
-    return not_applicable(f"not measured yet on this GPU: pin provider {NAME}")
-
-
 @dataclass(frozen=True)
 class Served:
     """An operation's arguments as a ``CudaCall`` takes them, and its results as it returns them.
@@ -158,24 +152,15 @@ class Served:
     split: Callable[..., tuple[tuple[Tensor | None, ...], tuple[Hashable, ...]]]
     wrap: Callable[..., Any]
 
-    def entry(self, *, default: bool) -> tuple[Callable[..., Support], Callable[..., Any]]:
-        """(supports, run) for the provider's table.
-
-        Args:
-            default: False for kernels that no measurement shows to be faster than the next
-                provider: they serve only a call that pins them.
-        """
-        return (self.supports if default else self._supports_pinned), self.run
+    @property
+    def entry(self) -> tuple[Callable[..., Support], Callable[..., Any]]:
+        """(supports, run) for the provider's table."""
+        return self.supports, self.run
 
     def supports(self, *args: Any) -> Support:
         """The provider's answer to the operation's arguments."""
         tensors, options = self.split(*args)
         return self.call.supports(tensors, *options)
-
-    def _supports_pinned(self, *args: Any) -> Support:
-        if current_policy().pinned != NAME and args[0].is_cuda:
-            return _unmeasured()
-        return self.supports(*args)
 
     def run(self, *args: Any) -> Any:
         """The operation."""

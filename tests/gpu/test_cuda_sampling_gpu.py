@@ -200,7 +200,7 @@ def test_it_works_under_torch_compile() -> None:
     assert torch.equal(compiled(logits), sample(logits, ones, seed) + 1)
 
 
-@pytest.mark.parametrize("rows", [16, 32, 33, 66])
+@pytest.mark.parametrize("rows", [15, 30, 66])
 def test_all_clusters_run_at_once(rows: int) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     logits = drawn(rows, 8192, torch.bfloat16)

@@ -9,12 +9,14 @@ from typing import Any
 from fusedops.bench.environment import Environment
 from fusedops.bench.files import write_json
 from fusedops.bench.measurement import Absent, Measurement, Outcome, outcome_to_json, summarize
-from fusedops.bench.roofline import Ceilings
 from fusedops.ladders import built, load_ladder
+from fusedops.ladders.ceilings import LadderCeilings
 from fusedops.ladders.counters import Counters
 from fusedops.ladders.report import SCHEMA, ceilings_to_json, derived
 
-LIMITS = Ceilings("test GPU", 4e12, 3.5e12, 700e12, 1.2, ("read: a test",))
+LIMITS = LadderCeilings(
+    "test GPU", 4e12, 3.5e12, 700e12, 1.2, ("read: a test",), float32_flops_per_s=70e12
+)
 ENVIRONMENT = Environment(
     "test GPU", "1.0", "a CPU", "3.11", {"torch": "2.11"}, "abc", "fusedops ladder", "2026-01-02"
 )

@@ -29,6 +29,7 @@ from fusedops.ladders.small_attention import (
     DIM,
     RUNS,
     check_attention,
+    hidden_constant,
     make_attention,
     materialised_terms,
     on_chip_elements,
@@ -206,6 +207,23 @@ def test_terms_of_attention_follow_the_formulas() -> None:
     assert materialised_terms(1000) == 1000 * DIM + 1000**2
     assert online_terms(2048, 64) == 2048**2 * DIM**2 / on_chip_elements(64)
     assert on_chip_elements(64) == 96 * (DIM + 1) + 64 * DIM
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_what_the_formula_of_attention_hides_is_its_limit(name: str) -> None:
+    ratios = []
+    for length in (4096, 1 << 20):
+        # Elements of one head, as the kernels' counters find them.
+        if name == "materialised":
+            moved = 2 * length * DIM + 2 * (length // 64) * length * DIM + 4 * length**2
+            ratios.append(moved / materialised_terms(length))
+        else:
+            rows = int(name.split()[1])
+            moved = 2 * length * DIM + 2 * (length // rows) * length * DIM
+            ratios.append(moved / online_terms(length, rows))
+    limit = hidden_constant(name)
+    assert abs(ratios[0] - limit) < 0.2
+    assert ratios[1] == pytest.approx(limit, rel=1e-3)
 
 
 def test_the_reference_of_attention_is_torchs() -> None:

@@ -1,6 +1,7 @@
 // Idea: one thread an element of the result walks a row of x and a row of w.
-// Wall: excess sectors. Two loads for every multiply-add, 2 MNK in all; and neighbouring threads
-//   read neighbouring rows of w, so that a load of w touches 32 sectors for 32 values.
+// Wall: load units, 99 % busy. Two loads for every multiply-add, 2 MNK in all; and neighbouring
+//   threads read neighbouring rows of w, so that a load of w takes 32 sectors, one after the other,
+//   for 32 values.
 // Lever: load a tile once for the whole block, with neighbouring threads along the rows, and let
 //   every thread of the block read it from shared memory.
 

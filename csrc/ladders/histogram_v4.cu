@@ -1,6 +1,7 @@
 // Idea: a copy of the bins for each warp, so that warps never meet.
-// Wall: shared atomics. The lanes of one warp still meet, and with skewed data they always do.
-// Lever: let the lanes with equal values agree, and one of them add for all.
+// Wall: shared atomics. Uniform data gains 3 % and skewed data loses 7 %: it was the lanes of one
+//   warp that met in a bank, not the warps.
+// Lever: fewer additions: let the lanes with equal values agree, and one of them add for all.
 
 #include "shared_bins.cuh"
 

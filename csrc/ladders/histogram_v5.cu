@@ -1,7 +1,8 @@
 // Idea: the lanes of a warp that hold the same value find each other (match.any) and one of
-//   them adds for all: no two lanes meet, whatever the data.
-// Wall: latency. The match takes as many rounds as there are different values, so uniform data
-//   pays for what only skewed data needs.
+//   them adds for all: no two lanes meet in a bin, whatever the data.
+// Wall: latency, and a step down (2060 us uniform, 264 with one value). The match takes as many
+//   rounds as there are different values, and what it saves, equal bins, hardware joined for
+//   nothing.
 // Lever: find equal values among a thread's own bytes, which costs no warp-wide instruction.
 
 #include "shared_bins.cuh"

@@ -1,7 +1,8 @@
 // Idea: a tree in shared memory with interleaved addresses; in each round every second of the
 //   threads that are left adds its neighbour's sum.
-// Wall: divergence. The working threads are spread over all warps, so every warp runs the
-//   addition for ever fewer of its lanes, and the modulo is dear.
+// Wall: load units. The working threads are spread over all warps. That is divergence, which the
+//   compiler turns into predicates: every warp issues the loads of all eight rounds, for ever fewer
+//   of its lanes, and the modulo is dear.
 // Lever: let the first threads work, whatever they add.
 
 namespace fusedops {

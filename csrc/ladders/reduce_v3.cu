@@ -1,7 +1,7 @@
 // Idea: sequential addresses: thread t adds the element half the rest away; lanes touch
 //   neighbouring banks.
-// Wall: latency. Half of the threads only load and never add, and eight barriers serve 256
-//   elements.
+// Wall: load units. Half of the threads only load and never add, and warps at rest still issue
+//   their predicated loads of eight rounds and wait at eight barriers, for 256 elements.
 // Lever: add during the load.
 
 namespace fusedops {

@@ -1,5 +1,5 @@
 // Idea: each thread adds two elements while it loads, so half as many blocks run the tree.
-// Wall: latency. The tree and its barriers still take longer than the loads that they wait for.
+// Wall: load units. The tree's loads from shared memory are still more than those of the input.
 // Lever: more elements a thread.
 
 namespace fusedops {

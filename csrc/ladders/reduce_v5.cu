@@ -1,8 +1,9 @@
 // Idea: several elements a thread, summed in a register before the tree begins. There is a
-//   sweet spot: with few the tree dominates, with many there are fewer blocks than
+//   sweet spot: with few the tree takes its share, with many there are fewer blocks than
 //   multiprocessors.
-// Wall: latency. At the sweet spot what is left is the tree's barriers; past it SMs starve.
-// Lever: replace the tree by shuffles within the warp.
+// Wall: memory with 8 and 64 elements (91 and 94 % of its rate on an H200), latency with 8192: 128
+//   blocks leave some of 132 multiprocessors without work and the others with one block.
+// Lever: replace the tree by shuffles within the warp, so that few elements are enough.
 
 namespace fusedops {
 

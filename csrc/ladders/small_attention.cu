@@ -2,7 +2,9 @@
 //   their own, read them again for the values. Online: keep a running maximum and sum for each row,
 //   so that scores live in registers only. Both count every element that they move.
 // Wall: memory. Materialised scores move O(N d + N^2) elements. The online form moves
-//   O(N^2 d^2 / M) with M elements on chip: keys and values again for each block of rows.
+//   O(N^2 d^2 / M) with M elements on chip: keys and values again for each block of rows. What O()
+//   hides is 6 for the former (a score is moved four times, and blocks of 64 rows read keys and
+//   values again) and 2 M / (rows d) for the latter, 8 with 16 rows and towards 4 with more.
 // Lever: more rows a block (a larger M), and tensor cores, without which the products are the wall.
 //   Source: Dao et al., "FlashAttention" (2022), theorem 2.
 

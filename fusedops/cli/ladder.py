@@ -51,6 +51,7 @@ def _names(word: str) -> tuple[str, ...]:
 def _print_tables(target: Console, report: Report, names: tuple[str, ...]) -> int:
     """The short table of each problem; returns how many rows failed."""
     from fusedops.bench.measurement import Failed
+    from fusedops.ladders.findings import findings_of
     from fusedops.ladders.table import HEADINGS, counters_notes, table_rows
 
     places = [HEADINGS.index(column) for column in _COLUMNS]
@@ -67,6 +68,9 @@ def _print_tables(target: Console, report: Report, names: tuple[str, ...]) -> in
             for note in counters_notes(rows):
                 target.print(note, markup=False, soft_wrap=True)
             failed += sum(isinstance(row.outcome, Failed) for row in rows.values())
+        for finding in findings_of(this, recorded):
+            print_table(target, f"{name}: {finding.title}", finding.headings, finding.lines)
+            target.print(finding.text, markup=False, soft_wrap=True)
         failed += _print_figures(target, report, this.figures)
         if not recorded and not any(figure.id in report.figures for figure in this.figures):
             target.print(f"{name}: no results", markup=False)

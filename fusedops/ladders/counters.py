@@ -32,6 +32,7 @@ METRICS: dict[str, tuple[str, ...]] = {
     ),
     "active_threads": ("smsp__thread_inst_executed_per_inst_executed.ratio",),
     "load_units_pct": ("l1tex__data_pipe_lsu_wavefronts.avg.pct_of_peak_sustained_elapsed",),
+    "issue_slots_pct": ("sm__inst_issued.avg.pct_of_peak_sustained_active",),
     "fma_pipe_pct": ("sm__inst_executed_pipe_fma.avg.pct_of_peak_sustained_active",),
     "tensor_pipe_pct": ("sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",),
     "occupancy_pct": ("sm__warps_active.avg.pct_of_peak_sustained_active",),
@@ -57,6 +58,7 @@ class Counters:
         bank_conflicts: turns of those that conflicts added.
         active_threads: threads of 32 that an average instruction ran for.
         load_units_pct: turns of L1 and shared memory, of the most that they take.
+        issue_slots_pct: cycles in which a scheduler issued an instruction.
         fma_pipe_pct: multiply-adds of the CUDA cores, of the most that they issue.
         tensor_pipe_pct: cycles with a busy tensor pipe.
         occupancy_pct: warps on a multiprocessor, of the most it holds.
@@ -75,6 +77,7 @@ class Counters:
     bank_conflicts: float | None = None
     active_threads: float | None = None
     load_units_pct: float | None = None
+    issue_slots_pct: float | None = None
     fma_pipe_pct: float | None = None
     tensor_pipe_pct: float | None = None
     occupancy_pct: float | None = None

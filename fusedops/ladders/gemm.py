@@ -179,6 +179,7 @@ def _library(
     run: Callable[[Buffers], Tensor],
     kinds: tuple[str, ...],
     layer: Layer,
+    is_apart: bool = False,
 ) -> Step:
     name = f"{NAME}.{version}"
     return Step(
@@ -192,6 +193,7 @@ def _library(
         kinds=kinds,
         modules=with_imports(_LIBRARY),
         layers=(layer,),
+        is_apart=is_apart,
     )
 
 
@@ -216,6 +218,7 @@ _TORCH = Step(
     ),
     _by_torch,
     peer="torch",
+    is_apart=True,
 )
 
 _TRITON_STEP = Step(
@@ -224,7 +227,8 @@ _TRITON_STEP = Step(
     Lesson(
         "The same tile of 128 x 128 in Triton: the compiler places shared memory, copies ahead and "
         "tensor cores.",
-        "tensor pipe. How near it comes is the compiler's choice, not the author's.",
+        "tensor pipe. How near it comes is the compiler's choice, not the author's: in float32 it "
+        "reads shared memory with bank conflicts.",
         "None but the tile, the warps and the stages.",
         python_lines([_TRITON]),
     ),
@@ -250,9 +254,9 @@ LADDER = Ladder(
     NAME,
     specified()[NAME].title,
     "2 MNK operations on MK + NK + MN elements: far above the ridge point, so arithmetic is the "
-    "roof, the tensor cores' for every step, float32 included. What is lost is lost in loads: one "
-    "thread an element loads two values for every multiply-add, and each level of memory has to be "
-    "climbed by reuse. w is (N, K), as a linear layer stores it.",
+    "roof: in float32 the multiply-adds of the CUDA cores, in bfloat16 the tensor cores. What is "
+    "lost is lost in loads: one thread an element loads two values for every multiply-add, and "
+    "each level of memory has to be climbed by reuse. w is (N, K), as a linear layer stores it.",
     SIZE,
     _problems,
     (
@@ -275,6 +279,7 @@ LADDER = Ladder(
             _by_library,
             (BF16, BF16_FUSED),
             Layer(SIZE, SIZE, SIZE),
+            is_apart=True,
         ),
         _library(
             "v8",

@@ -12,8 +12,9 @@ from fusedops.bench.data import Buffers
 from fusedops.bench.oracles import within
 from fusedops.bench.roofline import Traffic
 from fusedops.ladders.model import Problem
+from fusedops.ladders.walls import Wall
 
-__all__ = ["BF16", "BF16_FUSED", "FLOAT32", "predicted_loads", "product_problem"]
+__all__ = ["BF16", "BF16_FUSED", "FLOAT32", "expected", "predicted_loads", "product_problem"]
 
 FLOAT32 = "float32"
 BF16 = "bfloat16"
@@ -23,7 +24,14 @@ _SUM_ERROR = 2.0**-18
 """Error of a float32 sum of products, relative to the sum of their magnitudes."""
 
 _ROUNDING = 2.0**-8
-"""Of one rounding to bfloat16, relative; twice the half unit in the last place."""
+"""Of one rounding to bfloat16, relative: half a unit of its 8 bits, where a binade begins."""
+
+_GELU_SLOPE = 1.13
+"""The largest slope of GELU, by which it passes on an error of its argument."""
+
+_GELU_ERROR = 2.0**-11
+"""Error of GELU by an approximate tanh, relative to its argument: half of it times a tanh within
+2^-11 (PTX ISA, "tanh.approx"), and its own rounding."""
 
 
 def predicted_loads(m: int, n: int, k: int, tile_m: int, tile_n: int) -> float:
@@ -49,27 +57,39 @@ def _make(kind: str, m: int, n: int, k: int, generator: torch.Generator) -> Buff
     return Buffers(tuple(inputs), (torch.empty(m, n, dtype=dtype, device=generator.device),))
 
 
-def _check(kind: str, results: tuple[Tensor, ...], buffers: Buffers) -> str | None:
+def expected(kind: str, is_apart: bool, buffers: Buffers) -> tuple[Tensor, Tensor]:
+    """The exact result of a kind of product, and how far a right result may lie from it.
+
+    A fused result is rounded once, at its end; apart, the product and its sum with the bias are
+    rounded as well, and GELU passes their errors on.
+    """
+
+    def rounded(value: Tensor, bound: Tensor) -> Tensor:
+        return bound + _ROUNDING * (value.abs() + bound)
+
     x, w, *bias = (tensor.double() for tensor in buffers.inputs)
     exact = x @ w.t()
     bound = _SUM_ERROR * (x.abs() @ w.abs().t())
-    if kind != FLOAT32:
-        bound += _ROUNDING * exact.abs()
     if bias:
-        # Where bias and GELU run apart, the product and the sum are rounded as well.
+        bound = rounded(exact, bound) if is_apart else bound
         summed = exact + bias[0]
-        bound += 2 * _ROUNDING * summed.abs()
+        bound = rounded(summed, bound) if is_apart else bound
         exact = F.gelu(summed, approximate="tanh")
+        bound = _GELU_SLOPE * bound + _GELU_ERROR * summed.abs()
+    return exact, bound if kind == FLOAT32 else rounded(exact, bound)
+
+
+def _check(kind: str, is_apart: bool, results: tuple[Tensor, ...], buffers: Buffers) -> str | None:
     if results[0].dtype != buffers.outputs[0].dtype:
         return f"the result is {results[0].dtype}, expected {buffers.outputs[0].dtype}"
-    return within(results[0], exact, bound)
+    return within(results[0], *expected(kind, is_apart, buffers))
 
 
 def product_problem(kind: str, m: int, n: int, k: int) -> Problem:
     """x (m, k) times the transpose of w (n, k), as a linear layer stores it; then what the kind
     says.
 
-    Float32 products are held to the tensor cores' ceiling as well: one roof for the whole ladder.
+    Float32 products are held to the peak of the CUDA cores, the others to the tensor cores'.
     """
     size = 4 if kind == FLOAT32 else 2
     vectors = n if kind == BF16_FUSED else 0
@@ -77,9 +97,11 @@ def product_problem(kind: str, m: int, n: int, k: int) -> Problem:
     return Problem(
         f"{m} x {n} x {k} {kind}",
         functools.partial(_make, kind, m, n, k),
-        functools.partial(_check, kind),
+        functools.partial(_check, kind, False),
         Traffic(size * float(m * k + n * k + vectors), size * float(m * n), flops),
         flops,
         "FLOP",
         kind,
+        Wall.FMA_PIPE if kind == FLOAT32 else Wall.TENSOR_PIPE,
+        functools.partial(_check, kind, True),
     )

@@ -47,6 +47,7 @@ _PARTS = ("Idea", "Wall", "Lever")
 FOLDER = "ladders"
 
 Run = Callable[[Any], Tensor | tuple[Tensor, ...] | None]
+Check = Callable[[tuple[Tensor, ...], Buffers], str | None]
 
 
 @dataclass(frozen=True)
@@ -176,15 +177,20 @@ class Problem:
         operations: what is counted in the roofline plot: additions, counts, elements moved.
         unit: the name of one of them, plural.
         kind: which steps solve it, see ``Step.kinds``.
+        pipe: that its FLOPs run on, where it has some: the tensor pipe or the FMA pipe.
+        check_apart: as ``check``, for steps whose kernels round what they hand on; None where that
+            makes no difference.
     """
 
     name: str
     make: Callable[[torch.Generator], Buffers]
-    check: Callable[[tuple[Tensor, ...], Buffers], str | None]
+    check: Check
     traffic: Traffic
     operations: float
     unit: str
     kind: str = ""
+    pipe: Wall = Wall.TENSOR_PIPE
+    check_apart: Check | None = None
 
 
 @dataclass(frozen=True)
@@ -209,6 +215,7 @@ class Step:
         recorded: figures of an earlier run, for a step that is shown and never run.
         readings: what is read beside the time, once it is known to be right: name -> value.
         layers: products that it asks the library for, whose kernels can be compiled ahead.
+        is_apart: several kernels do what others fuse, see ``Problem.check_apart``.
     """
 
     id: str
@@ -227,6 +234,7 @@ class Step:
     recorded: str = ""
     readings: Callable[[torch.device], dict[str, float]] | None = None
     layers: tuple[Layer, ...] = ()
+    is_apart: bool = False
 
     def solves(self, problem: Problem) -> bool:
         """Whether the step is for problems of that kind."""
@@ -234,7 +242,11 @@ class Step:
 
     def contender(self, problem: Problem) -> Contender:
         """The step on a problem, as the timer takes it."""
-        return Contender(self.id, self.run, problem.check, prepare=self.prepare)
+        return Contender(self.id, self.run, self.check_of(problem), prepare=self.prepare)
+
+    def check_of(self, problem: Problem) -> Check:
+        """What holds the step's results of a problem to be right."""
+        return (self.is_apart and problem.check_apart) or problem.check
 
     def sources(self, versions: Mapping[str, str]) -> str:
         """Hash of the code behind the step: of its files, and of installed versions where it is not

@@ -12,6 +12,7 @@ from fusedops.ladders.catalog import built, load_ladder, specified
 from fusedops.ladders.figure_plot import panel_svg
 from fusedops.ladders.figure_table import figure_tables
 from fusedops.ladders.figures import Figure
+from fusedops.ladders.findings import findings_of
 from fusedops.ladders.model import Finding, Ladder, Problem, Step, source_text
 from fusedops.ladders.report import Report, ResultRow, classified
 from fusedops.ladders.roofline_plot import roofline_svg
@@ -20,6 +21,8 @@ from fusedops.ladders.table import HEADINGS, counters_notes, table_rows
 __all__ = ["explain", "html_page", "markdown", "not_built", "write_pages"]
 
 TITLE = "Ladders: kernel optimisations step by step"
+
+_FIGURES_OF = "Times and shares in the lessons are those of an NVIDIA H200."
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8886; --roof: #c0392b; --dot: #2471a3; }
@@ -74,12 +77,7 @@ def _parts(ladder: Ladder, report: Report) -> list[tuple[Problem, Mapping[str, R
 
 def _findings(ladder: Ladder, report: Report) -> tuple[Finding, ...]:
     """What the recorded rows of a ladder say together."""
-    if ladder.findings is None:
-        return ()
-    # Results are stored by name; findings tell problems in the ladder's order.
-    recorded = report.ladders.get(ladder.name, {})
-    names = [problem.name for problem in ladder.problems(ladder.size)]
-    return ladder.findings({name: recorded[name] for name in names if name in recorded})
+    return findings_of(ladder, report.ladders.get(ladder.name, {}))
 
 
 def _lessons(step: Step | Figure) -> tuple[tuple[str, str], ...]:
@@ -170,11 +168,12 @@ def _how_to_read(report: Report) -> str:
         "Times are medians of cold launches in CUDA graphs; spread is from the 10th to the 90th "
         "percentile over the median. TB/s are the least bytes over the time. The ceiling is "
         f"{limits.read_bytes_per_s / 1e12:.2f} TB/s for reads and "
-        f"{limits.read_write_bytes_per_s / 1e12:.2f} TB/s for reads and writes, as measured "
+        f"{limits.read_write_bytes_per_s / 1e12:.2f} TB/s for reads and writes "
         f"({'; '.join(limits.details)}); rates in TFLOP/s are held to the tensor cores' "
-        f"{limits.bf16_flops_per_s / 1e12:.0f} TFLOP/s in bfloat16, whatever the dtype. Counters "
-        "are those of a step's longest kernel, read in a run of their own; the wall follows from "
-        "them by rule."
+        f"{limits.bf16_flops_per_s / 1e12:.0f} TFLOP/s in bfloat16 and to the CUDA cores' "
+        f"{limits.float32_flops_per_s / 1e12:.1f} in float32. Counters are those of a step's "
+        "longest kernel, read in a run of their own; the wall follows from them by rule. "
+        f"{_FIGURES_OF}"
     )
 
 
@@ -227,7 +226,7 @@ def write_pages(report: Report, names: Sequence[str], folder: Path) -> tuple[Pat
 
 def explain(ladder: Ladder, rungs: Sequence[Step | Figure] | None = None) -> str:
     """The lesson of a ladder as plain text; of some of its steps only where they are given."""
-    lines = [ladder.title, "", ladder.intro]
+    lines = [ladder.title, "", ladder.intro, _FIGURES_OF]
     for step in ladder.rungs if rungs is None else rungs:
         lines += ["", f"{step.id}: {step.title}"]
         lines += [f"  {part.lower():<5}  {text}" for part, text in _lessons(step)]

@@ -10,12 +10,13 @@ from typing import Any
 from fusedops.bench.environment import Environment, repository_root
 from fusedops.bench.files import read_json
 from fusedops.bench.measurement import Measurement, Outcome, outcome_from_json
-from fusedops.bench.roofline import Ceilings, floor
+from fusedops.bench.roofline import floor
 from fusedops.errors import ConfigError, LoadError
+from fusedops.ladders.ceilings import LadderCeilings
 from fusedops.ladders.counters import Counters
 from fusedops.ladders.figures import FigureResult
 from fusedops.ladders.model import Problem
-from fusedops.ladders.walls import wall_of
+from fusedops.ladders.walls import Wall, wall_of
 
 __all__ = [
     "SCHEMA",
@@ -24,11 +25,12 @@ __all__ = [
     "ceilings_to_json",
     "classified",
     "committed_reports",
+    "cores_of",
     "derived",
     "read_report",
 ]
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class ResultRow:
         bytes_per_s: the problem's least bytes over the time.
         operations_per_s: the problem's operations over the time.
         flops_per_s: the problem's floating-point operations over the time; None where bytes count.
-        of_ceiling: the floor over the time; 1 is the measured ceiling.
+        of_ceiling: the floor over the time; 1 is the ceiling, see ``LadderCeilings``.
         intensity: operations a byte: of memory where that was counted, else of the least traffic.
         wall: by rule; empty where no rule can tell.
         readings: what else the step was asked for.
@@ -72,18 +74,18 @@ class Report:
     """
 
     environment: Environment
-    ceilings: Ceilings
+    ceilings: LadderCeilings
     ladders: Mapping[str, Mapping[str, Mapping[str, ResultRow]]]
     figures: Mapping[str, FigureResult] = field(default_factory=dict)
 
 
-def ceilings_to_json(limits: Ceilings) -> dict[str, Any]:
+def ceilings_to_json(limits: LadderCeilings) -> dict[str, Any]:
     """A JSON object with the fields."""
     return {**asdict(limits), "details": list(limits.details)}
 
 
 def derived(
-    problem: Problem, outcome: Outcome, counters: Counters | None, limits: Ceilings
+    problem: Problem, outcome: Outcome, counters: Counters | None, limits: LadderCeilings
 ) -> dict[str, Any]:
     """The fields of a row that follow from its time and counters; none without a time."""
     if not isinstance(outcome, Measurement):
@@ -91,34 +93,40 @@ def derived(
     traffic = problem.traffic
     moved = traffic.read_bytes + traffic.write_bytes
     counted = counters.dram_bytes if counters is not None else None
-    wall = wall_of(outcome, traffic, problem.operations, limits, counters)
+    held = limits.under(problem.pipe)
+    wall = wall_of(outcome, traffic, problem.operations, held, counters, problem.pipe)
     flops = {"flops_per_s": traffic.flops / outcome.median_us * 1e6} if traffic.flops else {}
     return {
         **flops,
         "bytes_per_s": moved / outcome.median_us * 1e6,
         "operations_per_s": problem.operations / outcome.median_us * 1e6,
-        "of_ceiling": floor(traffic, limits).fraction(outcome.median_us),
+        "of_ceiling": floor(traffic, held).fraction(outcome.median_us),
         "intensity": problem.operations / (counted or moved),
         "wall": wall.value if wall is not None else "",
     }
 
 
-def classified(problem: Problem, limits: Ceilings) -> str:
+def classified(problem: Problem, limits: LadderCeilings) -> str:
     """What a problem costs at least, by bytes and operations, and which roof that is under."""
     traffic = problem.traffic
     moved = traffic.read_bytes + traffic.write_bytes
-    bound = floor(traffic, limits)
+    bound = floor(traffic, limits.under(problem.pipe))
     text = (
         f"At least {traffic.read_bytes / 1e6:,.1f} MB read and {traffic.write_bytes / 1e6:,.1f} MB "
         f"written for {problem.operations:.4g} {problem.unit}: {problem.operations / moved:.4g} "
         f"{problem.unit} a byte"
     )
     if traffic.flops:
-        ridge = limits.bf16_flops_per_s * bound.memory_us / moved / 1e6
+        ridge = limits.flops_per_s(problem.pipe) * bound.memory_us / moved / 1e6
         side = "above" if traffic.flops / moved >= ridge else "below"
         text += f", {side} the ridge point of {ridge:.4g}"
-    roof = "memory" if bound.memory_us >= bound.compute_us else "the tensor cores"
+    roof = "memory" if bound.memory_us >= bound.compute_us else f"the {cores_of(problem)}"
     return f"{text}. The floor is {bound.us:.1f} us, by {roof}."
+
+
+def cores_of(problem: Problem) -> str:
+    """What computes a problem's FLOPs."""
+    return "CUDA cores" if problem.pipe is Wall.FMA_PIPE else "tensor cores"
 
 
 def _row(data: dict[str, Any]) -> ResultRow:
@@ -150,7 +158,7 @@ def read_report(path: Path) -> Report:
         limits = {**data["ceilings"], "details": tuple(data["ceilings"]["details"])}
         return Report(
             Environment(**data["environment"]),
-            Ceilings(**limits),
+            LadderCeilings(**limits),
             {
                 ladder: {
                     problem: {step: _row(row) for step, row in rows.items()}

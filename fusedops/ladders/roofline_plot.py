@@ -6,9 +6,10 @@ import html
 import math
 from collections.abc import Mapping, Sequence
 
-from fusedops.bench.roofline import WRITE_SHARE, Ceilings
+from fusedops.bench.roofline import WRITE_SHARE
+from fusedops.ladders.ceilings import LadderCeilings
 from fusedops.ladders.model import Problem
-from fusedops.ladders.report import ResultRow
+from fusedops.ladders.report import ResultRow, cores_of
 
 __all__ = ["roofline_svg"]
 
@@ -51,7 +52,7 @@ def _spread_labels(positions: Sequence[float]) -> list[float]:
     return moved
 
 
-def roofline_svg(problem: Problem, rows: Mapping[str, ResultRow], limits: Ceilings) -> str:
+def roofline_svg(problem: Problem, rows: Mapping[str, ResultRow], limits: LadderCeilings) -> str:
     """The plot, or an empty text where no step has a time.
 
     Steps stand at the operations for each byte that memory moved, where that was counted, else for
@@ -68,9 +69,10 @@ def roofline_svg(problem: Problem, rows: Mapping[str, ResultRow], limits: Ceilin
     moved = traffic.read_bytes + traffic.write_bytes
     reads = traffic.write_bytes < WRITE_SHARE * moved
     bandwidth = limits.read_bytes_per_s if reads else limits.read_write_bytes_per_s
+    kind = "read" if reads else "read and write"
     least = problem.operations / moved
     every_x = [least, *(x for _, x, _ in points)]
-    peak = limits.bf16_flops_per_s if traffic.flops else math.inf
+    peak = limits.flops_per_s(problem.pipe) if traffic.flops else math.inf
     every_y = [min(bandwidth * least, peak), *(y for _, _, y in points)]
     across = _Scale(min(every_x) / 4, max(every_x) * 4, _LEFT, _WIDTH - _RIGHT)
     up = _Scale(min(every_y) / 2, max(every_y) * 6, _HEIGHT - _BOTTOM, _TOP)
@@ -78,7 +80,7 @@ def roofline_svg(problem: Problem, rows: Mapping[str, ResultRow], limits: Ceilin
     parts = [
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="Roofline of {name}">',
         *_axes(across, up, problem.unit),
-        *_roof(across, up, bandwidth, "read" if reads else "read and write", peak),
+        *_roof(across, up, bandwidth, kind, peak, cores_of(problem)),
         *_points(across, up, points),
         "</svg>",
     ]
@@ -106,14 +108,16 @@ def _axes(across: _Scale, up: _Scale, unit: str) -> list[str]:
     return parts
 
 
-def _roof(across: _Scale, up: _Scale, bandwidth: float, kind: str, peak: float) -> list[str]:
+def _roof(
+    across: _Scale, up: _Scale, bandwidth: float, kind: str, peak: float, cores: str
+) -> list[str]:
     """The slope of the bandwidth, and the level of the peak from the ridge point on."""
     ridge = peak / bandwidth
     parts = _slope(across, up, bandwidth, kind, ridge)
     start = max(across.low, ridge)
     if start < across.high:
         x1, x2, y = across.at(start), across.at(across.high), up.at(peak)
-        label = f"tensor cores {peak / 1e12:.0f} TFLOP/s"
+        label = f"{cores} {peak / 1e12:.0f} TFLOP/s"
         parts += [
             f'<line class="roof" x1="{x1:.1f}" y1="{y:.1f}" x2="{x2:.1f}" y2="{y:.1f}"/>',
             f'<text class="roof-label end" x="{x2 - 6:.1f}" y="{y - 6:.1f}">{label}</text>',

@@ -29,14 +29,15 @@ from fusedops.bench.measurement import (
 )
 from fusedops.bench.peers import peer_status
 from fusedops.bench.precompile import Target, layer_problem, precompile
-from fusedops.bench.roofline import Ceilings, row_ceilings
 from fusedops.bench.timer import Protocol
 from fusedops.errors import ConfigError, FusedOpsError
 from fusedops.jit.dsl import missing_wheels
 from fusedops.ladders.catalog import load_ladder
+from fusedops.ladders.ceilings import LadderCeilings, device_ceilings
 from fusedops.ladders.counters import Counters
 from fusedops.ladders.figure_run import FIGURES, FigureTask, add_counters, run_figures, uncounted
 from fusedops.ladders.figures import Figure
+from fusedops.ladders.findings import record_findings
 from fusedops.ladders.model import Ladder, Problem, Step
 from fusedops.ladders.ncu import Asked, CounterReader, read_counters
 from fusedops.ladders.report import SCHEMA, Report, ceilings_to_json, derived, read_report
@@ -200,7 +201,7 @@ class Runner:
     protocol: Protocol = field(default_factory=Protocol)
     force: bool = False
     read: CounterReader | None = read_counters
-    limits: Ceilings | None = None
+    limits: LadderCeilings | None = None
     deadline: float | None = None
     clock: Callable[[], float] = time.monotonic
 
@@ -223,7 +224,7 @@ class Runner:
         Raises:
             LoadError: the file of results is damaged or of another schema.
         """
-        limits = self.limits or row_ceilings(self.device)
+        limits = self.limits or device_ceilings(self.device)
         self._begin(limits)
         rows = [task for task in tasks if isinstance(task, Task)]
         figures = [task for task in tasks if isinstance(task, FigureTask)]
@@ -244,7 +245,9 @@ class Runner:
             )
         self._count(done, figures, advance)
         self._derive(done, limits)
-        return read_report(self.path)
+        report = read_report(self.path)
+        record_findings(self.path, [task.ladder for task in rows], report.ladders)
+        return report
 
     def _compile_ahead(
         self,
@@ -287,7 +290,7 @@ class Runner:
             advance(task.step.id, 1)
             yield task
 
-    def _begin(self, limits: Ceilings) -> None:
+    def _begin(self, limits: LadderCeilings) -> None:
         """Start a file, or go on with one of the same GPU."""
         if self.path.is_file():
             read_report(self.path)  # refuses what this version does not understand
@@ -367,7 +370,7 @@ class Runner:
             torch.cuda.empty_cache()  # the child needs memory of its own
         return self.read(asked, left_s)
 
-    def _derive(self, tasks: Sequence[Task], limits: Ceilings) -> None:
+    def _derive(self, tasks: Sequence[Task], limits: LadderCeilings) -> None:
         """Add to each row what follows from it: rate, fraction of the ceiling, wall."""
         for task in tasks:
             row = self._row(task)

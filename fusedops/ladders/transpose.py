@@ -1,4 +1,4 @@
-"""The ladder of transposes: coalescing, shared memory, bank conflicts, vectors, copy engine."""
+"""The ladder of transposes: coalescing, shared memory, bank conflicts, copy engine, vectors."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from fusedops.errors import ShapeError
 from fusedops.ladders.catalog import specified
 from fusedops.ladders.model import FOLDER, Ladder, LadderKernel, Lesson, Problem, Step, own_step
 from fusedops.ladders.tensor_map import tiled_map
+from fusedops.ladders.transpose_findings import findings
 from fusedops.ops.transpose import transpose
 
 __all__ = ["LADDER"]
@@ -152,16 +153,17 @@ LADDER = Ladder(
         _step("v2", _kernel("v2"), _run_rows),
         _step("v3", _kernel("v3"), _run_tiles),
         _step("v4", _kernel("v4"), _run_tiles),
-        _step("v5", _kernel("v5"), _run_vectors),
-        _step("v6", _kernel("v6"), _run_vectors),
-        _step("v7", _kernel("v7", ("pointer", "pointer", "int32")), _run_bulk, _with_map),
+        _step("v5", _kernel("v5", ("pointer", "pointer", "int32")), _run_bulk, _with_map),
         _step(
-            "v8",
-            _kernel("v8", ("pointer", "pointer", "int32", "int32", "int32")),
+            "v6",
+            _kernel("v6", ("pointer", "pointer", "int32", "int32", "int32")),
             _run_persistent,
             _with_map,
         ),
+        _step("v7", _kernel("v7"), _run_vectors),
+        _step("v8", _kernel("v8"), _run_vectors),
         _LIBRARY,
     ),
+    findings,
 )
 """Transposes of a square float32 matrix."""

@@ -30,8 +30,8 @@ class Wall(Enum):
     LATENCY = "latency"
 
 
-NEAR_ROOF = 0.75
-"""From this fraction of the floor on, the memory itself is the wall."""
+NEAR_ROOF = 0.8
+"""From this fraction of the floor on, the roof itself is the wall: memory, or the pipe."""
 
 EXCESS_SHARE = 0.3
 """Sectors beyond the least, over all that were asked for."""
@@ -55,43 +55,56 @@ def wall_of(
     operations: float,
     limits: Ceilings,
     counters: Counters | None,
+    pipe: Wall = Wall.TENSOR_PIPE,
 ) -> Wall | None:
     """The wall of a step; first rule that holds.
 
     A time under ``NEAR_LAUNCH`` empty kernels is the launch. ``NEAR_ROOF`` of the floor is the
-    memory, or the tensor pipe where FLOPs set the floor. Then the counters, in this order: global
-    atomics, excess sectors, bank conflicts, divergence, shared atomics, then the pipes: FMA, load
-    units, tensor. What none explains is latency: too little under way, barriers, or instructions.
+    memory, or ``pipe`` where FLOPs set the floor. Then the counters, in this order: global atomics,
+    excess sectors, bank conflicts, divergence, shared atomics, then the pipes: FMA, load units,
+    tensor. What none explains is latency: too little under way, barriers, or instructions.
+
+    Three of them only cost time where what they use up is scarce: excess sectors where memory sets
+    the floor (where FLOPs do, a load costs the load units, and its sectors are turns of theirs),
+    divergence where the issue slots are busy, and shared atomics where the load units are. A pipe
+    that was not counted is taken for busy.
 
     Args:
         row: the step's time.
         traffic: the problem's least work.
         operations: of the problem; atomics are compared with them.
-        limits: ceilings of the GPU.
+        limits: ceilings of the GPU; their peak is that of ``pipe``.
         counters: of the kernel, where they could be read.
+        pipe: that the problem's FLOPs run on.
 
     Returns:
         None where neither the time nor, for lack of them, the counters name a wall.
     """
     bound = floor(traffic, limits)
+    is_memory = bound.memory_us >= bound.compute_us
     if row.median_us < NEAR_LAUNCH * limits.launch_us:
         return Wall.LAUNCH
     if bound.fraction(row.median_us) >= NEAR_ROOF:
-        return Wall.MEMORY if bound.memory_us >= bound.compute_us else Wall.TENSOR_PIPE
+        return Wall.MEMORY if is_memory else pipe
     if counters is None:
         return None
     atomics = ATOMICS_AN_OPERATION * operations / 32
+    issues, loads = _is_busy(counters.issue_slots_pct), _is_busy(counters.load_units_pct)
     rules = (
-        (Wall.GLOBAL_ATOMICS, counters.global_atomics, atomics),
-        (Wall.EXCESS_SECTORS, counters.excess_share, EXCESS_SHARE),
-        (Wall.BANK_CONFLICTS, counters.conflict_share, CONFLICT_SHARE),
-        (Wall.DIVERGENCE, counters.inactive_threads, 32.0 - FEW_ACTIVE_THREADS),
-        (Wall.SHARED_ATOMICS, counters.shared_atomics, atomics),
-        (Wall.FMA_PIPE, counters.fma_pipe_pct, BUSY_PIPE_PCT),
-        (Wall.LOAD_UNITS, counters.load_units_pct, BUSY_PIPE_PCT),
-        (Wall.TENSOR_PIPE, counters.tensor_pipe_pct, BUSY_PIPE_PCT),
+        (Wall.GLOBAL_ATOMICS, counters.global_atomics, atomics, True),
+        (Wall.EXCESS_SECTORS, counters.excess_share, EXCESS_SHARE, is_memory),
+        (Wall.BANK_CONFLICTS, counters.conflict_share, CONFLICT_SHARE, True),
+        (Wall.DIVERGENCE, counters.inactive_threads, 32.0 - FEW_ACTIVE_THREADS, issues),
+        (Wall.SHARED_ATOMICS, counters.shared_atomics, atomics, loads),
+        (Wall.FMA_PIPE, counters.fma_pipe_pct, BUSY_PIPE_PCT, True),
+        (Wall.LOAD_UNITS, counters.load_units_pct, BUSY_PIPE_PCT, True),
+        (Wall.TENSOR_PIPE, counters.tensor_pipe_pct, BUSY_PIPE_PCT, True),
     )
-    for wall, value, limit in rules:
-        if value is not None and value >= limit:
+    for wall, value, limit, costs_time in rules:
+        if costs_time and value is not None and value >= limit:
             return wall
     return Wall.LATENCY
+
+
+def _is_busy(pipe_pct: float | None) -> bool:
+    return pipe_pct is None or pipe_pct >= BUSY_PIPE_PCT

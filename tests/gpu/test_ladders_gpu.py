@@ -11,10 +11,11 @@ from fusedops.bench.data import Buffers, poison
 from fusedops.bench.environment import collect_environment
 from fusedops.bench.measurement import Absent, Measurement
 from fusedops.bench.peers import Available, peer_status
-from fusedops.bench.roofline import Ceilings
 from fusedops.bench.timer import Protocol
 from fusedops.ladders import built, load_ladder
+from fusedops.ladders.ceilings import LadderCeilings, device_ceilings
 from fusedops.ladders.gemm_problem import product_problem
+from fusedops.ladders.histogram import BINS, PRIVATE_THREADS, launch_private, private_blocks
 from fusedops.ladders.model import Ladder, Problem, Step
 from fusedops.ladders.ncu import Asked, read_counters
 from fusedops.ladders.profiled import run_profiled
@@ -54,13 +55,14 @@ def skip_unless_it_can_run(step: Step) -> None:
 def verdict(step: Step, problem: Problem, buffers: Buffers) -> str | None:
     """What is wrong with the step's result, run twice on poisoned outputs."""
     state = buffers if step.prepare is None else step.prepare(buffers)
+    check = step.check_of(problem)
     with use_provider(step.provider, strict=True) as usage:
         for _ in range(2):
             for output in buffers.outputs:
                 poison(output)
             result = step.run(state)
             results = buffers.outputs if result is None else result
-            found = problem.check(results if isinstance(results, tuple) else (results,), buffers)
+            found = check(results if isinstance(results, tuple) else (results,), buffers)
             if found is not None:
                 return found
     if step.operation:
@@ -96,6 +98,26 @@ def test_the_second_pass_is_bitwise_repeatable() -> None:
     state = step.prepare(buffers)
     first = torch.as_tensor(step.run(state)).clone()
     assert all(torch.equal(torch.as_tensor(step.run(state)), first) for _ in range(20))
+
+
+@pytest.mark.parametrize("short", [0, 1, 5])
+def test_private_counters_hold_the_most_that_their_thread_may_meet(short: int) -> None:
+    step = next(each for each in load_ladder("histogram").steps if each.id == "histogram.v7")
+    skip_unless_it_can_run(step)
+    count = PRIVATE_THREADS * (2**16 - 2 - 16) - short
+    assert (private_blocks(count, 1), private_blocks(count + short + 1, 1)) == (1, 2)
+    x = torch.full((count,), 255, dtype=torch.uint8, device="cuda")
+    counts = torch.zeros(BINS, dtype=torch.int32, device="cuda")
+    launch_private(step.kernels[0], x, counts, 1)
+    assert counts[255] == count
+    assert counts.sum() == count
+
+
+def test_the_float32_peak_is_that_of_the_device() -> None:
+    limits = device_ceilings(torch.device("cuda", torch.cuda.current_device()))
+    assert 1e12 < limits.float32_flops_per_s < limits.bf16_flops_per_s
+    if torch.cuda.get_device_name() == "NVIDIA H200":
+        assert limits.float32_flops_per_s == pytest.approx(132 * 128 * 2 * 1.98e9)
 
 
 GEMM = load_ladder("gemm")
@@ -152,7 +174,9 @@ def test_counters_tell_why_a_transpose_is_slow() -> None:
 def test_a_run_records_every_step(name: str, tmp_path: Path) -> None:
     ladder: Ladder = load_ladder(name)
     protocol = Protocol(samples=3, min_samples=1, cap_s=0.1, settle_max_s=0.05)
-    limits = Ceilings(torch.cuda.get_device_name(), 4e12, 3.5e12, 700e12, 1.2)
+    limits = LadderCeilings(
+        torch.cuda.get_device_name(), 4e12, 3.5e12, 700e12, 1.2, float32_flops_per_s=6e13
+    )
     device = torch.device("cuda", torch.cuda.current_device())
     runner = Runner(tmp_path, collect_environment(), device, protocol, read=None, limits=limits)
     every = ladder.problems({"transpose": 1024, "gemm": 1024}.get(name, 1 << 22))

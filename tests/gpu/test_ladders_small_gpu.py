@@ -183,6 +183,7 @@ def test_a_path_follows_the_current_stream() -> None:
     x = torch.zeros(256, device="cuda")
     call, _ = small_calls.bound_call(device())
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(20):
             call(x)
@@ -256,6 +257,7 @@ def test_a_clock_that_does_not_wait_misses_a_long_kernel(folder: Path) -> None:
         assert us[f"host, not waiting, {cycles}"] < us[f"host, waiting, {cycles}"] / 2
 
 
+@pytest.mark.timing
 def test_events_around_many_kernels_see_what_a_waiting_host_sees() -> None:
     out = torch.zeros(1, dtype=torch.int64, device="cuda")
     spin = spin_of(out, 2_000_000)

@@ -39,6 +39,9 @@ class DslMath:
     def exp(self, value: Any) -> Any:
         return cute.math.exp(value, fastmath=True)
 
+    def exp2(self, value: Any) -> Any:
+        return _ptx("ex2.approx.ftz.f32 {$w0}, {$r0};", Float32, value)
+
     def erf(self, value: Any) -> Any:
         return cute.math.erf(value)
 

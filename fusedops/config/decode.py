@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
+from fusedops.config.elements import tensor_rate
 from fusedops.config.files import DECODE_BUCKETS, SHARED_BYTES, choose_tile, load_tiles
 from fusedops.errors import ConfigError
 from fusedops.problem import GemmProblem
@@ -44,7 +45,7 @@ class DecodeConfig:
 
     Attributes:
         rows: weight rows (output columns) of a tile, a multiple of 16 up to 256.
-        k: columns of K in a stage, a multiple of 64.
+        k: columns of K in a stage, a multiple of 128 bytes.
         stages: TMA stages of the ring.
         split: CTAs that share a tile's K, 1 or 2 (a cluster).
         m_pad: padded M, the wgmma N: one of ``DECODE_BUCKETS``.
@@ -79,7 +80,10 @@ class DecodeConfig:
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """A named tiling of the decode kernel, see ``cutlass_configs/sm90.toml``."""
+    """A named tiling of the decode kernel, see ``cutlass_configs/sm90.toml``.
+
+    ``k`` counts columns of 16-bit elements; a stage has as many bytes of 8-bit ones.
+    """
 
     name: str
     rows: int
@@ -94,12 +98,16 @@ class DecodeTile:
         """Weight rows of a tile."""
         return self.rows
 
+    def columns(self, element_bytes: int) -> int:
+        """Columns of K in a stage."""
+        return self.k * 2 // element_bytes
+
     def stages(self, m_pad: int, element_bytes: int, norm_bytes: int = 0) -> int:
         """TMA stages that fit beside the reduction buffer, the statistics and the barriers."""
         warps = -(-self.rows // 64) * 4
         exchange = (self.split - 1) * warps * 32 * (m_pad // 4) * 4
         statistics = 2 * (warps + 1) * m_pad * 4
-        stage = (self.rows + m_pad) * self.k * element_bytes + 16
+        stage = (self.rows + m_pad) * self.columns(element_bytes) * element_bytes + 16
         shared = (SHARED_BYTES - (self.resident - 1) * _RESERVED_BYTES) // self.resident
         others = exchange + statistics + 2048 + (norm_bytes and norm_bytes + _NORM_BYTES)
         return min(24, (shared - others) // stage)
@@ -118,7 +126,7 @@ class DecodeTile:
         stages = self.stages(bucket, element_bytes, norm_bytes)
         return DecodeConfig(
             self.rows,
-            self.k,
+            self.columns(element_bytes),
             stages,
             self.split,
             bucket,
@@ -149,7 +157,7 @@ class DecodeTile:
             return (
                 f"M={problem.m} with more than 128 weight rows takes more registers than there are"
             )
-        k_tiles = -(-problem.spec.k // self.k)
+        k_tiles = -(-problem.spec.k // self.columns(problem.x_dtype.itemsize))
         if k_tiles < self.split:
             return f"K={problem.spec.k} has fewer k-tiles than CTAs that share them"
         if problem.spec.prologue != NO_PROLOGUE and (refusal := _prologue_refusal(problem)):
@@ -180,18 +188,19 @@ class DecodeTile:
         rounds = -(-tiles // self.clusters(spec.n, problem.sm_count))
         steps = rounds * k
         blocks = -(-self.rows // _WGMMA_ROWS)
-        memory = (spec.n * spec.k + problem.m * (spec.k + spec.n)) * element
+        memory = (spec.n * spec.k + problem.m * spec.k) * element
+        memory += problem.m * spec.n * spec.out_dtype.itemsize
         overlapping = (
             memory / _MEMORY_BYTES_PER_US,
             steps * self.rows * element * self.resident / _SM_BYTES_PER_US,
-            steps * blocks * m_pad * self.resident / _SM_PRODUCTS_PER_US,
+            steps * blocks * m_pad * self.resident / (_SM_PRODUCTS_PER_US * tensor_rate(element)),
         )
         busy: float = sum(share**_OVERLAP for share in overlapping) ** (1 / _OVERLAP)
         # All but the last tile's epilogue, the exchange of a split, and barriers of short stages.
         epilogues = (rounds - 1) * m_pad * self.rows / 4096 / self.resident
         exchange = 0.12 * (self.split - 1) * (1 + m_pad / 64)
-        stage_bytes = self.rows * self.k * element
-        barriers = 0.09 * steps / self.k * max(0.0, 1.0 - stage_bytes / 16384)
+        stage_bytes = self.rows * self.columns(element) * element
+        barriers = 0.09 * steps / self.columns(element) * max(0.0, 1.0 - stage_bytes / 16384)
         return _LAUNCH_US + busy + epilogues + exchange + barriers
 
 
@@ -200,6 +209,8 @@ def _prologue_refusal(problem: GemmProblem) -> str | None:
     prologue = problem.spec.prologue
     if not isinstance(prologue, RmsNormPrologue):
         return f"no kernel has {prologue} inside"
+    if problem.x_dtype.itemsize == 1:
+        return f"{prologue} is inside for bfloat16 and float16 only, got {problem.x_dtype}"
     if problem.m > _NORM_ROWS:
         return f"M={problem.m} > {_NORM_ROWS}: every CTA would normalise all of x"
     if problem.operand_dtypes[1] is None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
+from fusedops.config.elements import tensor_rate
 from fusedops.config.files import SHARED_BYTES, choose_tile, load_tiles
 from fusedops.errors import ConfigError
 from fusedops.problem import GemmProblem
 from fusedops.prologue import NO_PROLOGUE
 
 __all__ = [
-    "K_TILE",
     "PrefillConfig",
     "PrefillTile",
     "choose_prefill",
@@ -19,8 +19,8 @@ __all__ = [
     "store_columns",
 ]
 
-K_TILE = 64
-"""Columns of K in a stage: one 128-byte swizzled row of a 16-bit type."""
+_STAGE_ROW_BYTES = 128
+"""A stage's part of a row of x or the weight: what TMA swizzles at most."""
 
 STORE_BUFFERS = 2
 """Staging buffers of a warpgroup: one is stored while the next is filled."""
@@ -73,6 +73,7 @@ class PrefillConfig:
         pingpong: each warpgroup has a tile of its own; otherwise two warpgroups share one.
         group: tiles of a cluster along M that are walked before the next column of tiles.
         split: CTAs of a cluster that share a tile's K instead; then it has one tile.
+        k: columns of K in a stage, 128 bytes.
     """
 
     tile_m: int
@@ -83,6 +84,7 @@ class PrefillConfig:
     pingpong: bool
     group: int
     split: int = 1
+    k: int = 64
 
     @property
     def cluster(self) -> int:
@@ -172,11 +174,11 @@ class PrefillTile:
                 f"columns; tile_n={self.tile_n}."
             )
 
-    def stages(self, element_bytes: int, out_bytes: int, out_columns: int) -> int:
+    def stages(self, out_bytes: int, out_columns: int) -> int:
         """TMA stages that fit beside the staging buffers and the barriers."""
         width_bytes = store_columns(out_columns, out_bytes) * out_bytes
         staging = CONSUMERS * STORE_BUFFERS * _WGMMA_ROWS * width_bytes
-        stage = (self.tile_m + self.tile_n) * K_TILE * element_bytes
+        stage = (self.tile_m + self.tile_n) * _STAGE_ROW_BYTES
         return min(8, (SHARED_BYTES - staging - 2048) // stage)
 
     def config(self, element_bytes: int, out_bytes: int, out_columns: int) -> PrefillConfig:
@@ -184,12 +186,13 @@ class PrefillTile:
         return PrefillConfig(
             self.tile_m,
             self.tile_n,
-            self.stages(element_bytes, out_bytes, out_columns),
+            self.stages(out_bytes, out_columns),
             self.cluster_m,
             self.cluster_n,
             self.mode == "pingpong",
             self.group,
             self.split,
+            _STAGE_ROW_BYTES // element_bytes,
         )
 
     def out_columns(self, problem: GemmProblem) -> int:
@@ -232,7 +235,7 @@ class PrefillTile:
             return f"a cluster needs more SMs than {problem.sm_count}"
         if self.split > 1 and self.cluster_tiles(problem.m, spec.n) > capacity:
             return f"there are more tiles than {capacity} clusters, which have one tile each"
-        if self.split > -(-spec.k // K_TILE):
+        if self.split > -(-spec.k // self.problem_config(problem).k):
             return f"K={spec.k} has fewer k-tiles than CTAs that share them"
         for node in spec.epilogue:
             parts = getattr(node, "parts", None)
@@ -248,7 +251,8 @@ class PrefillTile:
         CTA's tiles.
 
         A tile takes the longest of its wgmma time (which shared memory bounds for small N: a
-        64 x N x 16 instruction reads 2048 + 32 N bytes in N / 2 cycles), and what its SM takes in.
+        64 x N instruction over 32 bytes of K reads 2048 + 32 N bytes in N / 2 cycles), and what its
+        SM takes in.
         The epilogue runs beside the other warpgroup's main loop in ping-pong mode, else after it.
         """
         spec = problem.spec
@@ -258,6 +262,7 @@ class PrefillTile:
         waves = -(-self.cluster_tiles(problem.m, spec.n) // max(1, resident))
         k = spec.k / self.split
         rate = min(1.0, _SHARED_BYTES_PER_CYCLE / (4096 / self.tile_n + 64))
+        rate *= tensor_rate(element)
         wgmma_us = 2 * self.tile_m * self.tile_n * k / (_TENSOR_FLOPS_PER_US / sms * rate)
         taken = (self.tile_m + self.tile_n) * k * element
         main_us = max(wgmma_us, taken / _SM_BYTES_PER_US)

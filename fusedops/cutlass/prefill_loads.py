@@ -11,7 +11,7 @@ from typing import Any
 import cutlass
 from cutlass import Int32, const_expr, cute
 
-from fusedops.config.prefill import K_TILE, PrefillConfig
+from fusedops.config.prefill import PrefillConfig
 from fusedops.cutlass.raster import Raster
 from fusedops.cutlass.ring import Ring, load, partition
 
@@ -58,14 +58,14 @@ class PrefillLoads:
         cluster, clusters, rank = place
         peer = rank if const_expr(cfg.split == 1) else Int32(0)
         x_from, x_to = partition(
-            x_atom, x, s_x, (cfg.tile_m, K_TILE), peer // cfg.cluster_m, cfg.cluster_n
+            x_atom, x, s_x, (cfg.tile_m, cfg.k), peer // cfg.cluster_m, cfg.cluster_n
         )
         w_from, w_to = partition(
-            w_atom, w, s_w, (cfg.tile_n, K_TILE), peer % cfg.cluster_m, cfg.cluster_m
+            w_atom, w, s_w, (cfg.tile_n, cfg.k), peer % cfg.cluster_m, cfg.cluster_m
         )
         counts = self.raster.counts(cute.size(x, mode=[0]), cute.size(w, mode=[0]))
         tiles = counts[0] * counts[1]
-        k_first, k_tiles = k_span(cfg, cute.ceil_div(cute.size(x, mode=[1]), K_TILE), rank)
+        k_first, k_tiles = k_span(cfg, cute.ceil_div(cute.size(x, mode=[1]), cfg.k), rank)
 
         # Weights of the first tile do not depend on earlier kernels.
         tile_m, tile_n = self.raster.locate(cluster, counts, peer)

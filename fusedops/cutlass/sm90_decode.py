@@ -21,7 +21,7 @@ import cutlass
 import torch
 from cutlass import Float32, Int32, Int64, const_expr, cute
 from cutlass._mlir.dialects.nvvm import MemScopeKind
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
@@ -37,8 +37,10 @@ from fusedops.cutlass.accumulators import (
 from fusedops.cutlass.arguments import chain_tensors, fake_tensor
 from fusedops.cutlass.decode_loads import DecodeLoads
 from fusedops.cutlass.exchange import exchange_halves
-from fusedops.cutlass.math import CUTE_DTYPES, STORAGE_DTYPES
+from fusedops.cutlass.mainloop import accumulate
+from fusedops.cutlass.math import STORAGE_DTYPES
 from fusedops.cutlass.normalize import NormalizeStages, prologue_tensors
+from fusedops.cutlass.products import Products
 from fusedops.cutlass.row_statistics import RowStatistics
 from fusedops.cutlass.tile import ChainEmission
 from fusedops.epilogue.chain import Epilogue
@@ -65,7 +67,8 @@ class DecodeGemm:
     ) -> None:
         self.config, self.epilogue, self.pdl = config, epilogue, pdl
         self.dtype, self.out_dtype = dtype, out_dtype
-        self.element = CUTE_DTYPES[dtype]
+        self.products = Products(dtype)
+        self.element = self.products.element
         self.operand_names = [operand.name for operand in epilogue.operands]
         self.output_names = [output.name for output, _ in epilogue.extra_outputs(1 << 20)]
         self.statistics = RowStatistics(
@@ -107,16 +110,8 @@ class DecodeGemm:
         """
         cfg = self.config
         row_major = LayoutEnum.ROW_MAJOR
-        major = OperandMajorMode.K
-        tiled_mma = sm90.make_trivial_tiled_mma(
-            self.element,
-            self.element,
-            major,
-            major,
-            Float32,
-            (cfg.warpgroups, 1, 1),
-            tiler_mn=(WGMMA_ROWS, cfg.m_pad),
-        )
+        w, x = self.products.typed(w), self.products.typed(x)
+        tiled_mma = self.products.tiled_mma(cfg.warpgroups, WGMMA_ROWS, cfg.m_pad)
         padded_rows = cfg.warpgroups * WGMMA_ROWS
         w_layout = sm90.make_smem_layout_a(
             row_major, (cfg.rows, cfg.m_pad, cfg.k), self.element, cfg.stages
@@ -276,8 +271,8 @@ class DecodeGemm:
             shape = mma.partition_C(
                 cute.make_identity_tensor((cfg.warpgroups * WGMMA_ROWS, m_pad))
             ).shape
-            acc = cute.make_rmem_tensor(shape, Float32)
-            mine = cute.make_rmem_tensor(cute.make_layout(owned), Float32)
+            acc = cute.make_rmem_tensor(shape, self.products.accumulator)
+            mine = cute.make_rmem_tensor(cute.make_layout(owned), self.products.accumulator)
             lane = thread % 32
             row = (thread // 32) * 16 + lane // 4
             column = 2 * (lane % 4)
@@ -290,32 +285,18 @@ class DecodeGemm:
                 )
                 emission = self._emission(tensors)
                 loaded = emission.load(coordinates)
-                acc.fill(0.0)
                 tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
-                base = step * k_count
-                for kt in cutlass.range(k_count, unroll=1):
-                    i = base + kt
-                    stage = i % stages
-                    cute.arch.mbarrier_wait(full + stage, (i // stages) & 1)
-                    if const_expr(self.normalize is not None):
-                        cute.arch.mbarrier_wait(ready + stage, (i // stages) & 1)
-                    warpgroup.fence()
-                    for block_k in cutlass.range_constexpr(k_tile * element_bytes // 32):
-                        cute.gemm(
-                            tiled_mma,
-                            acc,
-                            frag_a[(None, None, block_k, stage)],
-                            frag_b[(None, None, block_k, stage)],
-                            acc,
-                        )
-                    warpgroup.commit_group()
-                    warpgroup.wait_group(1)
-                    if kt > 0:
-                        with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive(empty + (i - 1) % stages)
-                warpgroup.wait_group(0)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(empty + (base + k_count - 1) % stages)
+                accumulate(
+                    cfg,
+                    tiled_mma,
+                    acc,
+                    frag_a,
+                    frag_b,
+                    (full, empty, ready),
+                    step * k_count,
+                    k_count,
+                    self.normalize is not None,
+                )
 
                 if const_expr(split > 1):
                     exchange_halves(acc, mine, exchange, received, drained, rank, thread, step)
@@ -372,18 +353,18 @@ def decode_arguments(
         *chain_tensors(epilogue, operand_dtypes[before:], out_dtype),
     ]
     out = fake_tensor(STORAGE_DTYPES[out_dtype], 2)
-    element = CUTE_DTYPES[dtype]
+    kernel = DecodeGemm(
+        config,
+        epilogue,
+        dtype,
+        out_dtype,
+        prologue=prologue,
+        norm_dtype=operand_dtypes[0] if before else None,
+    )
     return (
-        DecodeGemm(
-            config,
-            epilogue,
-            dtype,
-            out_dtype,
-            prologue=prologue,
-            norm_dtype=operand_dtypes[0] if before else None,
-        ),
-        fake_tensor(element, 2, aligned=True),
-        fake_tensor(element, 2, aligned=True),
+        kernel,
+        kernel.products.fake(),
+        kernel.products.fake(),
         out,
         tuple(tensors) or (out,),
         Int32(1),

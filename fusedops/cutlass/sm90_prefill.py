@@ -30,8 +30,8 @@ from typing import Any
 
 import cutlass
 import torch
-from cutlass import Float32, Int32, Int64, const_expr, cute
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass import Int32, Int64, const_expr, cute
+from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
@@ -39,16 +39,16 @@ from cutlass.utils import hopper_helpers as sm90
 
 from fusedops.config.prefill import (
     CONSUMERS,
-    K_TILE,
     STORE_BUFFERS,
     PrefillConfig,
     store_columns,
 )
 from fusedops.cutlass.arguments import chain_tensors, fake_tensor
 from fusedops.cutlass.mainloop import multiply
-from fusedops.cutlass.math import CUTE_DTYPES, STORAGE_DTYPES
+from fusedops.cutlass.math import STORAGE_DTYPES
 from fusedops.cutlass.prefill_epilogue import PrefillEpilogue, TilePlace
 from fusedops.cutlass.prefill_loads import PrefillLoads, k_span
+from fusedops.cutlass.products import Products
 from fusedops.cutlass.raster import Raster
 from fusedops.cutlass.reduce_scatter import ReduceScatter
 from fusedops.cutlass.ring import Ring, load_atom
@@ -84,7 +84,8 @@ class PrefillGemm:
     ) -> None:
         self.config, self.epilogue, self.aligned, self.pdl = config, epilogue, aligned, pdl
         self.dtype, self.out_dtype = dtype, out_dtype
-        self.element = CUTE_DTYPES[dtype]
+        self.products = Products(dtype)
+        self.element = self.products.element
         self.operand_names = [operand.name for operand in epilogue.operands]
         self.output_names = [output.name for output, _ in epilogue.extra_outputs(1 << 20)]
         halving = 2 if any(halves_columns(node) for node in epilogue) else 1
@@ -97,7 +98,7 @@ class PrefillGemm:
             config.tile_m, config.tile_n, config.cluster_m, config.cluster_n, config.group
         )
         self.sums = ReduceScatter(config.split, CONSUMERS * WARPGROUP, config.accumulators)
-        stage_bytes = (config.tile_m + config.tile_n) * K_TILE * dtype.itemsize
+        stage_bytes = (config.tile_m + config.tile_n) * config.k * dtype.itemsize
         self.loads = PrefillLoads(config, self.ring, self.raster, pdl, stage_bytes)
 
     @cute.jit
@@ -118,20 +119,13 @@ class PrefillGemm:
         """
         cfg = self.config
         row_major = LayoutEnum.ROW_MAJOR
-        tiled_mma = sm90.make_trivial_tiled_mma(
-            self.element,
-            self.element,
-            OperandMajorMode.K,
-            OperandMajorMode.K,
-            Float32,
-            (cfg.sharing, 1, 1),
-            tiler_mn=(ROWS, cfg.tile_n),
-        )
-        shape = (cfg.tile_m, cfg.tile_n, K_TILE)
+        x, w = self.products.typed(x), self.products.typed(w)
+        tiled_mma = self.products.tiled_mma(cfg.sharing, ROWS, cfg.tile_n)
+        shape = (cfg.tile_m, cfg.tile_n, cfg.k)
         x_layout = sm90.make_smem_layout_a(row_major, shape, self.element, cfg.stages)
         w_layout = sm90.make_smem_layout_b(row_major, shape, self.element, cfg.stages)
-        x_atom, x_tma = load_atom(x, x_layout, (cfg.tile_m, K_TILE), cfg.cluster_n)
-        w_atom, w_tma = load_atom(w, w_layout, (cfg.tile_n, K_TILE), cfg.cluster_m)
+        x_atom, x_tma = load_atom(x, x_layout, (cfg.tile_m, cfg.k), cfg.cluster_n)
+        w_atom, w_tma = load_atom(w, w_layout, (cfg.tile_n, cfg.k), cfg.cluster_m)
         s_layout = self.staging.layout()
         counts = self.raster.counts(cute.size(x, mode=[0]), cute.size(w, mode=[0]))
         clusters = cutlass.min(clusters, counts[0] * counts[1])
@@ -253,16 +247,17 @@ class PrefillGemm:
         m_size, n_size = cute.size(x, mode=[0]), cute.size(w, mode=[0])
         counts = self.raster.counts(m_size, n_size)
         tiles = counts[0] * counts[1]
-        _, k_tiles = k_span(cfg, cute.ceil_div(cute.size(x, mode=[1]), K_TILE), rank)
+        _, k_tiles = k_span(cfg, cute.ceil_div(cute.size(x, mode=[1]), cfg.k), rank)
 
         mma = tiled_mma.get_slice(group % cfg.sharing * WARPGROUP)
         frag_x = tiled_mma.make_fragment_A(mma.partition_A(s_x))
         frag_w = tiled_mma.make_fragment_B(mma.partition_B(s_w))
         shape = mma.partition_C(cute.make_identity_tensor((cfg.tile_m, cfg.tile_n))).shape
-        acc = cute.make_rmem_tensor(shape, Float32)
+        acc = cute.make_rmem_tensor(shape, self.products.accumulator)
         finished = acc
         if const_expr(cfg.split > 1):
-            finished = cute.make_rmem_tensor(cute.make_layout(self.sums.owned), Float32)
+            owned = cute.make_layout(self.sums.owned)
+            finished = cute.make_rmem_tensor(owned, self.products.accumulator)
         epilogue = PrefillEpilogue(
             self.finished,
             self._emission(tensors),
@@ -351,11 +346,11 @@ def prefill_arguments(
     """The kernel of a configuration and chain, with the fake tensors to trace it on."""
     tensors = chain_tensors(epilogue, operand_dtypes, out_dtype)
     out = fake_tensor(STORAGE_DTYPES[out_dtype], 2, aligned=aligned)
-    element = CUTE_DTYPES[dtype]
+    kernel = PrefillGemm(config, epilogue, dtype, out_dtype, aligned)
     return (
-        PrefillGemm(config, epilogue, dtype, out_dtype, aligned),
-        fake_tensor(element, 2, aligned=True),
-        fake_tensor(element, 2, aligned=True),
+        kernel,
+        kernel.products.fake(),
+        kernel.products.fake(),
         out,
         tuple(tensors) or (out,),
         Int32(1),

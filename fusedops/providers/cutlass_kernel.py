@@ -18,7 +18,8 @@ __all__ = ["Candidate", "Launch", "kernel_program"]
 
 Launch = Callable[[Tensor, Tensor, Tensor, Sequence[Tensor], Sequence[Tensor]], None]
 """``launch(x, w, out, operands, extra outputs)``: x (M, K), w (N, K), out (M, N'); operands along
-one axis are one-dimensional, others (M, width); 8-bit outputs are viewed as bytes."""
+one axis are one-dimensional, others (M, width); x, weights and outputs of 8 bits are viewed as
+bytes."""
 
 
 class Candidate(Protocol):

@@ -11,7 +11,7 @@ from fusedops.epilogue.base import Axis
 from fusedops.errors import LayoutError
 from fusedops.problem import GemmSpec
 
-__all__ = ["loaded", "nothing", "operands_read", "written"]
+__all__ = ["as_bytes", "loaded", "nothing", "operands_read", "written"]
 
 _BYTE_DTYPES = (torch.float8_e4m3fn, torch.int8)
 _PITCH_ELEMENTS = 16
@@ -73,9 +73,14 @@ def loaded(matrix: Tensor, align_bytes: int) -> Tensor:
     return view.new_empty((rows, pitch))[:, :columns].copy_(view)
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """``tensor``, one of an 8-bit dtype as bytes: not every release of torch hands e4m3 out."""
+    return tensor.view(torch.uint8) if tensor.dtype in _BYTE_DTYPES else tensor
+
+
 def written(result: Tensor, m: int) -> Tensor:
     """A result as (rows, columns), a view of the same memory; 8-bit ones as bytes."""
-    stored = result.view(torch.uint8) if result.dtype in _BYTE_DTYPES else result
+    stored = as_bytes(result)
     rows = stored if stored.dim() == 2 else stored.view(m, stored.shape[-1])
     if rows.shape[1] > 1 and rows.stride(1) != 1:
         raise LayoutError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from fusedops.config.elements import tensor_rate
+from fusedops.config.elements import is_block_scaled, scale_bytes, tensor_rate
 from fusedops.config.files import DECODE_BUCKETS, SHARED_BYTES, choose_tile, load_tiles
 from fusedops.errors import ConfigError
 from fusedops.problem import GemmProblem
@@ -55,6 +55,7 @@ class DecodeConfig:
             before the kernel waits for the one before it.
         resident: CTAs that share an SM, and so its registers and shared memory.
         norm_bytes: shared memory for an RMSNorm's weight along a CTA's part of K; 0 without one.
+        block_scaled: x and the weight have scales a block of 128 along K.
     """
 
     rows: int
@@ -66,6 +67,7 @@ class DecodeConfig:
     prefetch: int = 0
     resident: int = 1
     norm_bytes: int = 0
+    block_scaled: bool = False
 
     @property
     def warpgroups(self) -> int:
@@ -102,12 +104,16 @@ class DecodeTile:
         """Columns of K in a stage."""
         return self.k * 2 // element_bytes
 
-    def stages(self, m_pad: int, element_bytes: int, norm_bytes: int = 0) -> int:
+    def stages(
+        self, m_pad: int, element_bytes: int, norm_bytes: int = 0, block_scaled: bool = False
+    ) -> int:
         """TMA stages that fit beside the reduction buffer, the statistics and the barriers."""
         warps = -(-self.rows // 64) * 4
         exchange = (self.split - 1) * warps * 32 * (m_pad // 4) * 4
         statistics = 2 * (warps + 1) * m_pad * 4
-        stage = (self.rows + m_pad) * self.columns(element_bytes) * element_bytes + 16
+        k = self.columns(element_bytes)
+        stage = (self.rows + m_pad) * k * element_bytes + 16
+        stage += scale_bytes(m_pad, k) if block_scaled else 0
         shared = (SHARED_BYTES - (self.resident - 1) * _RESERVED_BYTES) // self.resident
         others = exchange + statistics + 2048 + (norm_bytes and norm_bytes + _NORM_BYTES)
         return min(24, (shared - others) // stage)
@@ -120,10 +126,12 @@ class DecodeTile:
         columns = -(-problem.spec.k // (self.k * self.split)) * self.k
         return -(-columns * weight.itemsize // _NORM_STEP_BYTES) * _NORM_STEP_BYTES
 
-    def config(self, m: int, element_bytes: int, norm_bytes: int = 0) -> DecodeConfig:
+    def config(
+        self, m: int, element_bytes: int, norm_bytes: int = 0, block_scaled: bool = False
+    ) -> DecodeConfig:
         """The compiled configuration that serves ``m`` rows, with or without a norm in front."""
         bucket = m_bucket(m)
-        stages = self.stages(bucket, element_bytes, norm_bytes)
+        stages = self.stages(bucket, element_bytes, norm_bytes, block_scaled)
         return DecodeConfig(
             self.rows,
             self.columns(element_bytes),
@@ -134,6 +142,14 @@ class DecodeTile:
             self.prefetch,
             self.resident,
             norm_bytes,
+            block_scaled,
+        )
+
+    def problem_config(self, problem: GemmProblem) -> DecodeConfig:
+        """The compiled configuration that serves ``problem``."""
+        element_bytes = problem.x_dtype.itemsize
+        return self.config(
+            problem.m, element_bytes, self.norm_bytes(problem), is_block_scaled(problem)
         )
 
     def clusters(self, n: int, sm_count: int) -> int:
@@ -162,9 +178,7 @@ class DecodeTile:
             return f"K={problem.spec.k} has fewer k-tiles than CTAs that share them"
         if problem.spec.prologue != NO_PROLOGUE and (refusal := _prologue_refusal(problem)):
             return refusal
-        norm_bytes = self.norm_bytes(problem)
-        bucket = m_bucket(problem.m)
-        if self.stages(bucket, problem.x_dtype.itemsize, norm_bytes) < 3:
+        if self.problem_config(problem).stages < 3:
             return "fewer than 3 stages fit the shared memory"
         for node in problem.spec.epilogue:
             parts = getattr(node, "parts", None)

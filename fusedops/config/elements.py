@@ -6,7 +6,15 @@ import torch
 
 from fusedops.problem import GemmProblem
 
-__all__ = ["LARGEST_INT8_K", "PRODUCT_DTYPES", "element_refusal", "tensor_rate"]
+__all__ = [
+    "LARGEST_INT8_K",
+    "PRODUCT_DTYPES",
+    "SCALE_BLOCK",
+    "element_refusal",
+    "is_block_scaled",
+    "scale_bytes",
+    "tensor_rate",
+]
 
 PRODUCT_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8)
 """Dtypes that the kernels multiply."""
@@ -14,9 +22,30 @@ PRODUCT_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8
 LARGEST_INT8_K = (2**31 - 1) // (128 * 128)
 """Products of int8 that an int32 accumulator surely holds: each is at most 128 * 128."""
 
+SCALE_BLOCK = 128
+"""Rows of the weight, and columns of K, that share a scale of the block format."""
+
+_BLOCK_FORMAT = "block_fp8"
+
+
+def is_block_scaled(problem: GemmProblem) -> bool:
+    """Whether x has a scale for 1 x 128 elements and the weight one for 128 x 128.
+
+    They are the format's first two operands: (ceil(K / 128), M) with rows that start at multiples
+    of 16 bytes, and (ceil(N / 128), ceil(K / 128)), float32.
+    """
+    return problem.spec.weight.spec_name == _BLOCK_FORMAT
+
+
+def scale_bytes(rows: int, k: int) -> int:
+    """Shared memory that x's scales of a stage take: ``rows`` x ``k``, whole 128 bytes."""
+    return -(-rows * (k // SCALE_BLOCK) * 4 // 128) * 128
+
 
 def element_refusal(problem: GemmProblem) -> str | None:
     """Why the kernels cannot multiply the elements of ``problem``, or None if they can."""
+    if is_block_scaled(problem) and problem.x_dtype != torch.float8_e4m3fn:
+        return f"multiplies blocks of float8_e4m3fn only, got {problem.x_dtype}"
     if problem.x_dtype == torch.int8 and problem.spec.k > LARGEST_INT8_K:
         return (
             f"adds products of int8 up in int32, which holds the sums of K <= {LARGEST_INT8_K}, "

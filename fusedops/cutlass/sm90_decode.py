@@ -8,7 +8,8 @@ the ring fills with weights before ``griddepcontrol.wait``; everything that an e
 have written is read after it. K may be split over the two CTAs of a cluster: each sends half of its
 partial sums to the other through distributed shared memory and adds the half it gets, in a fixed
 order, so results are bitwise repeatable. An RMSNorm in front of the product runs on the stages of x
-in warps of its own (``fusedops.cutlass.normalize``).
+in warps of its own (``fusedops.cutlass.normalize``). With scales a block of K the main loop is that
+of ``fusedops.cutlass.promotion``.
 
 Sources: PTX ISA, "wgmma.mma_async", "griddepcontrol", "mapa", "Distributed shared memory".
 """
@@ -35,12 +36,15 @@ from fusedops.cutlass.accumulators import (
     whole_blocks,
 )
 from fusedops.cutlass.arguments import chain_tensors, fake_tensor
+from fusedops.cutlass.block_scales import ScaleStages, WeightRows, fake_scales
 from fusedops.cutlass.decode_loads import DecodeLoads
 from fusedops.cutlass.exchange import exchange_halves
 from fusedops.cutlass.mainloop import accumulate
 from fusedops.cutlass.math import STORAGE_DTYPES
 from fusedops.cutlass.normalize import NormalizeStages, prologue_tensors
 from fusedops.cutlass.products import Products
+from fusedops.cutlass.promotion import multiply_promoted
+from fusedops.cutlass.ring import Ring, partition
 from fusedops.cutlass.row_statistics import RowStatistics
 from fusedops.cutlass.tile import ChainEmission
 from fusedops.epilogue.chain import Epilogue
@@ -90,7 +94,11 @@ class DecodeGemm:
             if isinstance(prologue, RmsNormPrologue)
             else None
         )
-        self.prologue_count = 0 if self.normalize is None else len(prologue.operands())
+        self.scales: Any = None
+        if config.block_scaled:
+            self.scales = ScaleStages(config.m_pad, config.k, config.stages)
+        # Operands ahead of the chain's: the prologue's, or x's scales and the weight's.
+        self.before = len(prologue.operands()) + 2 * config.block_scaled
 
     @cute.jit
     def __call__(
@@ -106,12 +114,13 @@ class DecodeGemm:
 
         Args:
             w: (N, K), x: (M, K), out: (M, N'), rows of stride 1, pitch a multiple of 16 bytes.
-            tensors: the prologue's operands, the chain's, its extra outputs; ``(out,)`` for none.
+            tensors: the prologue's operands, x's and the weight's scales a block, the chain's
+                operands, its extra outputs; ``(out,)`` for none.
         """
         cfg = self.config
         row_major = LayoutEnum.ROW_MAJOR
         w, x = self.products.typed(w), self.products.typed(x)
-        tiled_mma = self.products.tiled_mma(cfg.warpgroups, WGMMA_ROWS, cfg.m_pad)
+        tiled_mma = self.instructions()
         padded_rows = cfg.warpgroups * WGMMA_ROWS
         w_layout = sm90.make_smem_layout_a(
             row_major, (cfg.rows, cfg.m_pad, cfg.k), self.element, cfg.stages
@@ -126,8 +135,9 @@ class DecodeGemm:
         x_atom, x_tma = cpasync.make_tiled_tma_atom(
             load, x, cute.slice_(x_layout, (None, None, 0)), (cfg.m_pad, cfg.k)
         )
+        scale_side = self.scales.atom(tensors[0]) if const_expr(cfg.block_scaled) else ()
         self.kernel(
-            w_atom, w_tma, x_atom, x_tma, out, tensors, tiled_mma, w_layout, x_layout
+            w_atom, w_tma, x_atom, x_tma, scale_side, out, tensors, tiled_mma, w_layout, x_layout
         ).launch(
             grid=[clusters * cfg.split, 1, 1],
             block=[self.threads, 1, 1],
@@ -139,6 +149,10 @@ class DecodeGemm:
             # that is, and compiling needs none.
             preferred_smem_carveout=100 if cfg.resident > 1 else None,
         )
+
+    def instructions(self) -> cute.TiledMma:
+        """The instructions of all warpgroups."""
+        return self.products.tiled_mma(self.config.warpgroups, WGMMA_ROWS, self.config.m_pad)
 
     @property
     def threads(self) -> int:
@@ -152,6 +166,7 @@ class DecodeGemm:
         w: cute.Tensor,
         x_atom: cute.CopyAtom,
         x: cute.Tensor,
+        scale_side: Any,
         out: cute.Tensor,
         tensors: Any,
         tiled_mma: cute.TiledMma,
@@ -213,10 +228,18 @@ class DecodeGemm:
         t_xs, t_xg = cpasync.tma_partition(
             x_atom, 0, one, cute.group_modes(s_x, 0, 2), cute.group_modes(g_x, 0, 2)
         )
+        activations = ((x_atom, t_xg, t_xs),)
+        stage_bytes = (rows + m_pad) * k_tile * element_bytes
+        if const_expr(cfg.block_scaled):
+            s_scale = self.scales.buffer(smem)
+            scale_atom, scale_tma = scale_side
+            g_scale, t_scale = partition(scale_atom, scale_tma, s_scale, self.scales.tile, 0, 1)
+            activations = (*activations, (scale_atom, g_scale[(None, None, 0)], t_scale))
+            stage_bytes += self.scales.loaded_bytes
         total = (tile_last - tile_first) * k_count
         span = (tile_first, k_first, k_count, total)
         weights = (w_atom, t_wg, t_ws)
-        loads = DecodeLoads(cfg, self.pdl, (rows + m_pad) * k_tile * element_bytes)
+        loads = DecodeLoads(cfg, self.pdl, stage_bytes)
 
         if warp == warps:
             # Weights are asked for before the other warps have started. x's descriptor is fetched
@@ -241,7 +264,7 @@ class DecodeGemm:
                 cute.arch.griddepcontrol_wait()
             if const_expr(split > 1):
                 cute.arch.cluster_wait()
-            loads.stream(weights, (x_atom, t_xg, t_xs), (full, empty), span)
+            loads.stream(weights, activations, (full, empty), span)
         elif warp > warps:
             # Only there with a prologue.
             if const_expr(split > 1):
@@ -285,18 +308,33 @@ class DecodeGemm:
                 )
                 emission = self._emission(tensors)
                 loaded = emission.load(coordinates)
-                tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
-                accumulate(
-                    cfg,
-                    tiled_mma,
-                    acc,
-                    frag_a,
-                    frag_b,
-                    (full, empty, ready),
-                    step * k_count,
-                    k_count,
-                    self.normalize is not None,
-                )
+                if const_expr(cfg.block_scaled):
+                    multiply_promoted(
+                        Ring(stages, warps, 1),
+                        WeightRows(m_pad),
+                        self.instructions,
+                        acc,
+                        frag_a,
+                        frag_b,
+                        (s_scale, tensors[1]),
+                        (tile_row + row, column),
+                        (full, empty),
+                        step * k_count,
+                        (k_first, k_count),
+                    )
+                else:
+                    tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+                    accumulate(
+                        cfg,
+                        tiled_mma,
+                        acc,
+                        frag_a,
+                        frag_b,
+                        (full, empty, ready),
+                        step * k_count,
+                        k_count,
+                        self.normalize is not None,
+                    )
 
                 if const_expr(split > 1):
                     exchange_halves(acc, mine, exchange, received, drained, rank, thread, step)
@@ -328,7 +366,7 @@ class DecodeGemm:
                 )
 
     def _emission(self, tensors: Any) -> ChainEmission:
-        first = self.prologue_count
+        first = self.before
         count = first + len(self.operand_names)
         return ChainEmission(
             self.epilogue,
@@ -347,9 +385,11 @@ def decode_arguments(
     prologue: Prologue = NO_PROLOGUE,
 ) -> tuple[Any, ...]:
     """The kernel of a configuration and chain, with the fake tensors to trace it on."""
-    before = len(prologue.operands())
+    normed = len(prologue.operands())
+    before = normed + 2 * config.block_scaled
     tensors = [
-        *(prologue_tensors(operand_dtypes[:before]) if before else ()),
+        *(prologue_tensors(operand_dtypes[:normed]) if normed else ()),
+        *(fake_scales() if config.block_scaled else ()),
         *chain_tensors(epilogue, operand_dtypes[before:], out_dtype),
     ]
     out = fake_tensor(STORAGE_DTYPES[out_dtype], 2)
@@ -359,7 +399,7 @@ def decode_arguments(
         dtype,
         out_dtype,
         prologue=prologue,
-        norm_dtype=operand_dtypes[0] if before else None,
+        norm_dtype=operand_dtypes[0] if normed else None,
     )
     return (
         kernel,

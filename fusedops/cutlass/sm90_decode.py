@@ -22,7 +22,7 @@ import cutlass
 import torch
 from cutlass import Float32, Int32, Int64, const_expr, cute
 from cutlass._mlir.dialects.nvvm import MemScopeKind
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
@@ -44,7 +44,7 @@ from fusedops.cutlass.math import STORAGE_DTYPES
 from fusedops.cutlass.normalize import NormalizeStages, prologue_tensors
 from fusedops.cutlass.products import Products
 from fusedops.cutlass.promotion import multiply_promoted
-from fusedops.cutlass.ring import Ring, partition
+from fusedops.cutlass.ring import Ring, load_atom, partition
 from fusedops.cutlass.row_statistics import RowStatistics
 from fusedops.cutlass.tile import ChainEmission
 from fusedops.epilogue.chain import Epilogue
@@ -128,13 +128,8 @@ class DecodeGemm:
         x_layout = sm90.make_smem_layout_b(
             row_major, (padded_rows, cfg.m_pad, cfg.k), self.element, cfg.stages
         )
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        w_atom, w_tma = cpasync.make_tiled_tma_atom(
-            load, w, cute.slice_(w_layout, (None, None, 0)), (cfg.rows, cfg.k)
-        )
-        x_atom, x_tma = cpasync.make_tiled_tma_atom(
-            load, x, cute.slice_(x_layout, (None, None, 0)), (cfg.m_pad, cfg.k)
-        )
+        w_atom, w_tma = load_atom(w, w_layout, (cfg.rows, cfg.k), 1)
+        x_atom, x_tma = load_atom(x, x_layout, (cfg.m_pad, cfg.k), 1)
         scale_side = self.scales.atom(tensors[0]) if const_expr(cfg.block_scaled) else ()
         self.kernel(
             w_atom, w_tma, x_atom, x_tma, scale_side, out, tensors, tiled_mma, w_layout, x_layout
@@ -219,26 +214,19 @@ class DecodeGemm:
         s_x = smem.allocate_tensor(
             self.element, x_layout.outer, byte_alignment=1024, swizzle=x_layout.inner
         )
-        g_w = cute.local_tile(w, (rows, k_tile), (None, None))
-        g_x = cute.local_tile(x, (m_pad, k_tile), (0, None))
-        one = cute.make_layout(1)
-        t_ws, t_wg = cpasync.tma_partition(
-            w_atom, 0, one, cute.group_modes(s_w, 0, 2), cute.group_modes(g_w, 0, 2)
-        )
-        t_xs, t_xg = cpasync.tma_partition(
-            x_atom, 0, one, cute.group_modes(s_x, 0, 2), cute.group_modes(g_x, 0, 2)
-        )
-        activations = ((x_atom, t_xg, t_xs),)
+        w_from, w_to = partition(w_atom, w, s_w, (rows, k_tile), 0, 1)
+        x_from, x_to = partition(x_atom, x, s_x, (m_pad, k_tile), 0, 1)
+        activations = ((x_atom, x_from[(None, 0, None)], x_to),)
         stage_bytes = (rows + m_pad) * k_tile * element_bytes
         if const_expr(cfg.block_scaled):
             s_scale = self.scales.buffer(smem)
             scale_atom, scale_tma = scale_side
-            g_scale, t_scale = partition(scale_atom, scale_tma, s_scale, self.scales.tile, 0, 1)
-            activations = (*activations, (scale_atom, g_scale[(None, None, 0)], t_scale))
+            s_from, s_to = partition(scale_atom, scale_tma, s_scale, self.scales.tile, 0, 1)
+            activations = (*activations, (scale_atom, s_from[(None, None, 0)], s_to))
             stage_bytes += self.scales.loaded_bytes
         total = (tile_last - tile_first) * k_count
         span = (tile_first, k_first, k_count, total)
-        weights = (w_atom, t_wg, t_ws)
+        weights = (w_atom, w_from, w_to)
         loads = DecodeLoads(cfg, self.pdl, stage_bytes)
 
         if warp == warps:

@@ -7,7 +7,7 @@ warpgroups multiply, with most of the SM's registers moved to them. Cooperative:
 that one's epilogue runs beside the other's products. The CTAs of a cluster share the tile they have
 in common: each loads half of it and the bulk copy writes it to both. Or they split its K: each
 multiplies a part of K, and gets some columns of the sum (``reduce_scatter``); then a cluster has
-one tile.
+one tile. With scales a block of K the main loop is that of ``promotion``.
 
 Order. ``ring`` has the protocol of the stages, ``staging`` that of the result's buffers, each of
 which belongs to one warpgroup. In ping-pong mode the warpgroups take the CTA's tiles alternately,
@@ -44,11 +44,13 @@ from fusedops.config.prefill import (
     store_columns,
 )
 from fusedops.cutlass.arguments import chain_tensors, fake_tensor
+from fusedops.cutlass.block_scales import ActivationRows, ScaleStages, fake_scales
 from fusedops.cutlass.mainloop import multiply
 from fusedops.cutlass.math import STORAGE_DTYPES
 from fusedops.cutlass.prefill_epilogue import PrefillEpilogue, TilePlace
 from fusedops.cutlass.prefill_loads import PrefillLoads, k_span
 from fusedops.cutlass.products import Products
+from fusedops.cutlass.promotion import multiply_promoted
 from fusedops.cutlass.raster import Raster
 from fusedops.cutlass.reduce_scatter import ReduceScatter
 from fusedops.cutlass.ring import Ring, load_atom
@@ -99,7 +101,11 @@ class PrefillGemm:
         )
         self.sums = ReduceScatter(config.split, CONSUMERS * WARPGROUP, config.accumulators)
         stage_bytes = (config.tile_m + config.tile_n) * config.k * dtype.itemsize
-        self.loads = PrefillLoads(config, self.ring, self.raster, pdl, stage_bytes)
+        self.scales: Any = None
+        if config.block_scaled:
+            self.scales = ScaleStages(config.tile_m, config.k, config.stages)
+            stage_bytes += self.scales.loaded_bytes
+        self.loads = PrefillLoads(config, self.ring, self.raster, pdl, stage_bytes, self.scales)
 
     @cute.jit
     def __call__(
@@ -115,12 +121,13 @@ class PrefillGemm:
 
         Args:
             x: (M, K), w: (N, K), rows of stride 1, pitch a multiple of 16 bytes; out: (M, N').
-            tensors: operands, then extra outputs, in the chain's order; ``(out,)`` for none.
+            tensors: x's and the weight's scales a block; the chain's operands, then its extra
+                outputs, in its order; ``(out,)`` for none.
         """
         cfg = self.config
         row_major = LayoutEnum.ROW_MAJOR
         x, w = self.products.typed(x), self.products.typed(w)
-        tiled_mma = self.products.tiled_mma(cfg.sharing, ROWS, cfg.tile_n)
+        tiled_mma = self.instructions()
         shape = (cfg.tile_m, cfg.tile_n, cfg.k)
         x_layout = sm90.make_smem_layout_a(row_major, shape, self.element, cfg.stages)
         w_layout = sm90.make_smem_layout_b(row_major, shape, self.element, cfg.stages)
@@ -130,9 +137,9 @@ class PrefillGemm:
         counts = self.raster.counts(cute.size(x, mode=[0]), cute.size(w, mode=[0]))
         clusters = cutlass.min(clusters, counts[0] * counts[1])
         result = self.staging.store_side(out, self.aligned)
-        self.kernel(
-            x_atom, x_tma, w_atom, w_tma, result, tensors, tiled_mma, x_layout, w_layout, s_layout
-        ).launch(
+        scale_side = self.scales.atom(tensors[0]) if const_expr(cfg.block_scaled) else ()
+        sides = (x_atom, x_tma, w_atom, w_tma, scale_side, result)
+        self.kernel(*sides, tensors, tiled_mma, x_layout, w_layout, s_layout).launch(
             grid=[clusters * cfg.ctas, 1, 1],
             block=[THREADS, 1, 1],
             cluster=[cfg.ctas, 1, 1],
@@ -148,6 +155,7 @@ class PrefillGemm:
         x: cute.Tensor,
         w_atom: cute.CopyAtom,
         w: cute.Tensor,
+        scale_side: Any,
         result: Any,
         tensors: Any,
         tiled_mma: cute.TiledMma,
@@ -186,6 +194,10 @@ class PrefillGemm:
             byte_alignment=1024,
             swizzle=s_layout.inner,
         )
+        s_scale = None
+        if const_expr(cfg.block_scaled):
+            s_scale = self.scales.buffer(smem)
+            scale_side = (*scale_side, s_scale)
         if const_expr(cfg.split > 1):
             if thread == 0:
                 self.sums.initialize(drained, received)
@@ -197,7 +209,11 @@ class PrefillGemm:
             cute.arch.setmaxregister_decrease(cfg.producer_registers)
             if warp == CONSUMERS * 4:
                 self.loads.run(
-                    (x_atom, x, s_x), (w_atom, w, s_w), (full, empty), (cluster, clusters, rank)
+                    (x_atom, x, s_x),
+                    (w_atom, w, s_w),
+                    scale_side,
+                    (full, empty),
+                    (cluster, clusters, rank),
                 )
             elif const_expr(self.pdl):
                 cute.arch.griddepcontrol_wait()
@@ -211,6 +227,7 @@ class PrefillGemm:
                 tiled_mma,
                 (x, s_x),
                 (w, s_w),
+                s_scale,
                 s_out,
                 result,
                 tensors,
@@ -228,6 +245,7 @@ class PrefillGemm:
         tiled_mma: cute.TiledMma,
         x_pair: Any,
         w_pair: Any,
+        s_scale: Any,
         s_out: cute.Tensor,
         result: Any,
         tensors: Any,
@@ -247,7 +265,7 @@ class PrefillGemm:
         m_size, n_size = cute.size(x, mode=[0]), cute.size(w, mode=[0])
         counts = self.raster.counts(m_size, n_size)
         tiles = counts[0] * counts[1]
-        _, k_tiles = k_span(cfg, cute.ceil_div(cute.size(x, mode=[1]), cfg.k), rank)
+        k_first, k_tiles = k_span(cfg, cute.ceil_div(cute.size(x, mode=[1]), cfg.k), rank)
 
         mma = tiled_mma.get_slice(group % cfg.sharing * WARPGROUP)
         frag_x = tiled_mma.make_fragment_A(mma.partition_A(s_x))
@@ -269,6 +287,7 @@ class PrefillGemm:
         )
 
         # Ping-pong: warpgroup g has every other tile of the CTA, from its g-th on.
+        first_row = group % cfg.sharing * ROWS + thread // 32 * 16 + thread % 32 // 4
         turns = CONSUMERS // cfg.sharing
         turn = group % turns
         iteration = turn * k_tiles
@@ -278,6 +297,7 @@ class PrefillGemm:
                 cute.arch.barrier_arrive(barrier_id=ORDER, number_of_threads=THREADS - WARPGROUP)
         for tile in cutlass.range(cluster + turn * clusters, tiles, turns * clusters, unroll=1):
             tile_m, tile_n = self.raster.locate(tile, counts, peer)
+            first_column = tile_n * cfg.tile_n
             if const_expr(cfg.split > 1):
                 tile_n = tile_n * cfg.split + rank
             # Pinned, or the compiler would divide only when the products are done.
@@ -292,18 +312,33 @@ class PrefillGemm:
             )
             if const_expr(turns > 1):
                 cute.arch.barrier(barrier_id=ORDER + turn, number_of_threads=THREADS - WARPGROUP)
-            last = multiply(
-                self.ring, tiled_mma, acc, frag_x, frag_w, full, empty, iteration, k_tiles
-            )
+            if const_expr(cfg.block_scaled):
+                multiply_promoted(
+                    self.ring,
+                    ActivationRows(cfg.tile_n, cfg.blocks, cfg.sharing * ROWS),
+                    self.instructions,
+                    acc,
+                    frag_x,
+                    frag_w,
+                    (s_scale, tensors[1]),
+                    (first_row, first_column),
+                    (full, empty),
+                    iteration,
+                    (k_first, k_tiles),
+                )
+            else:
+                last = multiply(
+                    self.ring, tiled_mma, acc, frag_x, frag_w, full, empty, iteration, k_tiles
+                )
             if const_expr(turns > 1):
                 cute.arch.barrier_arrive(
                     barrier_id=ORDER + 1 - turn, number_of_threads=THREADS - WARPGROUP
                 )
             loaded = epilogue.first_operands(at)
             warpgroup.wait_group(0)
-            if const_expr(cfg.split == 1):
+            if const_expr(cfg.split == 1 and not cfg.block_scaled):
                 self.ring.release(empty + last)
-            else:
+            if const_expr(cfg.split > 1):
                 cute.arch.cluster_wait()
                 ring = Int32(s_x.iterator.toint())
                 self.sums.run(acc, finished, ring, drained, received, rank, cta_thread)
@@ -317,11 +352,16 @@ class PrefillGemm:
                 # is for the end of the grid.
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
 
+    def instructions(self) -> cute.TiledMma:
+        """The instructions of the warpgroups that share a tile."""
+        return self.products.tiled_mma(self.config.sharing, ROWS, self.config.tile_n)
+
     def _emission(self, tensors: Any) -> ChainEmission:
-        count = len(self.operand_names)
+        first = 2 if self.config.block_scaled else 0
+        count = first + len(self.operand_names)
         return ChainEmission(
             self.epilogue,
-            dict(zip(self.operand_names, tensors[:count], strict=True)),
+            dict(zip(self.operand_names, tensors[first:count], strict=True)),
             dict(zip(self.output_names, tensors[count:], strict=False)),
             self.out_dtype,
             self.aligned,
@@ -344,7 +384,8 @@ def prefill_arguments(
     aligned: bool,
 ) -> tuple[Any, ...]:
     """The kernel of a configuration and chain, with the fake tensors to trace it on."""
-    tensors = chain_tensors(epilogue, operand_dtypes, out_dtype)
+    scales = fake_scales() if config.block_scaled else ()
+    tensors = [*scales, *chain_tensors(epilogue, operand_dtypes[len(scales) :], out_dtype)]
     out = fake_tensor(STORAGE_DTYPES[out_dtype], 2, aligned=aligned)
     kernel = PrefillGemm(config, epilogue, dtype, out_dtype, aligned)
     return (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from fusedops.config.elements import is_block_scaled, scale_bytes, tensor_rate
+from fusedops.config.elements import SCALE_BLOCK, is_block_scaled, scale_bytes, tensor_rate
 from fusedops.config.files import DECODE_BUCKETS, SHARED_BYTES, choose_tile, load_tiles
 from fusedops.errors import ConfigError
 from fusedops.problem import GemmProblem
@@ -26,6 +26,8 @@ _MEMORY_BYTES_PER_US = 5.3e6
 _SM_BYTES_PER_US = 140e3
 _SM_PRODUCTS_PER_US = 56e3
 """Columns of K times padded M times 64-row blocks: m64n8k16 takes 4 cycles of 1755 MHz."""
+_PROMOTION_US = 0.1
+"""Estimate of what promoting the sums of a block of K keeps a warpgroup from the next products."""
 _OVERLAP = 1.7
 """Exponent of the norm that joins what overlaps: 1 would add it up, infinity take the largest."""
 _NORM_BYTES = 1280
@@ -73,6 +75,14 @@ class DecodeConfig:
     def warpgroups(self) -> int:
         """Consumer warpgroups: each multiplies 64 weight rows."""
         return -(-self.rows // _WGMMA_ROWS)
+
+    @property
+    def operands_late(self) -> bool:
+        """Whether the chain's operands are read behind the main loop, which needs the registers.
+
+        Promoted sums take those of their parts besides, twice with two blocks in a stage.
+        """
+        return self.block_scaled and (self.m_pad > _WGMMA_ROWS or self.rows > _WGMMA_ROWS)
 
     @property
     def threads(self) -> int:
@@ -204,11 +214,13 @@ class DecodeTile:
         blocks = -(-self.rows // _WGMMA_ROWS)
         memory = (spec.n * spec.k + problem.m * spec.k) * element
         memory += problem.m * spec.n * spec.out_dtype.itemsize
-        overlapping = (
+        overlapping: tuple[float, ...] = (
             memory / _MEMORY_BYTES_PER_US,
             steps * self.rows * element * self.resident / _SM_BYTES_PER_US,
             steps * blocks * m_pad * self.resident / (_SM_PRODUCTS_PER_US * tensor_rate(element)),
         )
+        if is_block_scaled(problem):
+            overlapping = (*overlapping, steps / SCALE_BLOCK * _PROMOTION_US)
         busy: float = sum(share**_OVERLAP for share in overlapping) ** (1 / _OVERLAP)
         # All but the last tile's epilogue, the exchange of a split, and barriers of short stages.
         epilogues = (rounds - 1) * m_pad * self.rows / 4096 / self.resident

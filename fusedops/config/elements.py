@@ -7,6 +7,7 @@ import torch
 from fusedops.problem import GemmProblem
 
 __all__ = [
+    "BLOCK_FORMAT",
     "LARGEST_INT8_K",
     "PRODUCT_DTYPES",
     "SCALE_BLOCK",
@@ -25,7 +26,8 @@ LARGEST_INT8_K = (2**31 - 1) // (128 * 128)
 SCALE_BLOCK = 128
 """Rows of the weight, and columns of K, that share a scale of the block format."""
 
-_BLOCK_FORMAT = "block_fp8"
+BLOCK_FORMAT = "block_fp8"
+"""The weight format with scales a block, as specs name it."""
 
 
 def is_block_scaled(problem: GemmProblem) -> bool:
@@ -34,7 +36,7 @@ def is_block_scaled(problem: GemmProblem) -> bool:
     They are the format's first two operands: (ceil(K / 128), M) with rows that start at multiples
     of 16 bytes, and (ceil(N / 128), ceil(K / 128)), float32.
     """
-    return problem.spec.weight.spec_name == _BLOCK_FORMAT
+    return problem.spec.weight.spec_name == BLOCK_FORMAT
 
 
 def scale_bytes(rows: int, k: int) -> int:

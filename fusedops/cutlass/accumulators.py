@@ -21,7 +21,7 @@ WGMMA_ROWS = 64
 
 
 def owned_values(acc: Any, mine: Any, m_pad: int, split: int) -> dict[Slot, Any]:
-    """A thread's sums in float32 by (m slot, n slot): ``acc``, or with a split those in ``mine``."""
+    """A thread's sums in float32 by (m slot, n slot): ``acc``, or with a split ``mine``."""
     if split == 1:
         slots = {((j >> 2) * 2 + (j & 1), (j >> 1) & 1): acc[j] for j in range(m_pad // 2)}
     else:

@@ -152,7 +152,7 @@ class WeightRows:
 
 @dataclass(frozen=True)
 class ActivationRows:
-    """x on wgmma's row side: ``at`` is (the thread's first row in the tile, the tile's first column).
+    """x on wgmma's row side: ``at`` is (the thread's first row of the tile, the tile's column).
 
     Attributes:
         tile_n: columns of a tile; they meet one or two blocks of the weight.

@@ -12,7 +12,6 @@ import cutlass
 from cutlass import Int32, const_expr, cute
 
 from fusedops.config.prefill import PrefillConfig
-from fusedops.cutlass.block_scales import ScaleStages
 from fusedops.cutlass.raster import Raster
 from fusedops.cutlass.ring import Ring, load, partition
 
@@ -35,7 +34,7 @@ class PrefillLoads:
         config, ring, raster: the kernel's.
         pdl: whether x may still be written by the kernel before.
         stage_bytes: of a stage of all operands.
-        scales: of x, a block of K, or None.
+        scales: the ``ScaleStages`` of x, or None.
     """
 
     config: PrefillConfig
@@ -43,7 +42,7 @@ class PrefillLoads:
     raster: Raster
     pdl: bool
     stage_bytes: int
-    scales: ScaleStages | None = None
+    scales: Any = None
 
     @cute.jit
     def run(self, x_side: Any, w_side: Any, scale_side: Any, barriers: Any, place: Any) -> None:

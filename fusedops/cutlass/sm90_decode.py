@@ -41,7 +41,7 @@ from fusedops.cutlass.decode_loads import DecodeLoads
 from fusedops.cutlass.exchange import exchange_halves
 from fusedops.cutlass.mainloop import accumulate
 from fusedops.cutlass.math import STORAGE_DTYPES
-from fusedops.cutlass.normalize import NormalizeStages, prologue_tensors
+from fusedops.cutlass.normalize import prologue_tensors, stages_of
 from fusedops.cutlass.products import Products
 from fusedops.cutlass.promotion import multiply_promoted
 from fusedops.cutlass.ring import Ring, load_atom, partition
@@ -49,7 +49,7 @@ from fusedops.cutlass.row_statistics import RowStatistics
 from fusedops.cutlass.tile import ChainEmission
 from fusedops.epilogue.chain import Epilogue
 from fusedops.epilogue.outputs import RowStat
-from fusedops.prologue import NO_PROLOGUE, Prologue, RmsNormPrologue
+from fusedops.prologue import NO_PROLOGUE, Prologue
 
 __all__ = ["DecodeGemm", "decode_arguments"]
 
@@ -81,19 +81,7 @@ class DecodeGemm:
             config.m_pad,
             config.split,
         )
-        self.normalize: Any = (
-            NormalizeStages(
-                prologue,
-                dtype,
-                norm_dtype or dtype,
-                config.m_pad,
-                config.k,
-                config.stages,
-                config.norm_bytes,
-            )
-            if isinstance(prologue, RmsNormPrologue)
-            else None
-        )
+        self.normalize: Any = stages_of(prologue, config, dtype, norm_dtype or dtype)
         self.scales: Any = None
         if config.block_scaled:
             self.scales = ScaleStages(config.m_pad, config.k, config.stages)
@@ -216,7 +204,7 @@ class DecodeGemm:
         )
         w_from, w_to = partition(w_atom, w, s_w, (rows, k_tile), 0, 1)
         x_from, x_to = partition(x_atom, x, s_x, (m_pad, k_tile), 0, 1)
-        activations = ((x_atom, x_from[(None, 0, None)], x_to),)
+        activations: tuple[Any, ...] = ((x_atom, x_from[(None, 0, None)], x_to),)
         stage_bytes = (rows + m_pad) * k_tile * element_bytes
         if const_expr(cfg.block_scaled):
             s_scale = self.scales.buffer(smem)
@@ -295,7 +283,8 @@ class DecodeGemm:
                     row, column, tile_row, rank, (m_size, n_size), rows, m_pad, split
                 )
                 emission = self._emission(tensors)
-                loaded = emission.load(coordinates)
+                if const_expr(not cfg.operands_late):
+                    loaded = emission.load(coordinates)
                 if const_expr(cfg.block_scaled):
                     multiply_promoted(
                         Ring(stages, warps, 1),
@@ -324,6 +313,8 @@ class DecodeGemm:
                         self.normalize is not None,
                     )
 
+                if const_expr(cfg.operands_late):
+                    loaded = emission.load(coordinates)
                 if const_expr(split > 1):
                     exchange_halves(acc, mine, exchange, received, drained, rank, thread, step)
                     if tile + 1 < tile_last:

@@ -14,6 +14,7 @@ from fusedops.problem import GemmSpec
 __all__ = ["as_bytes", "loaded", "nothing", "operands_read", "written"]
 
 _BYTE_DTYPES = (torch.float8_e4m3fn, torch.int8)
+_BULK_BYTES = 16
 _PITCH_ELEMENTS = 16
 """Row pitches of our choice are multiples of this: of 16 bytes in every dtype."""
 
@@ -41,12 +42,21 @@ def unit_stride(matrix: Tensor) -> Tensor:
 
 
 def operands_read(spec: GemmSpec, operands: Sequence[Tensor | None], m: int) -> list[Tensor]:
-    """The operands that are given: those of the result's shape as (m, columns), others flat."""
-    return [
-        _operand_read(operand.axis, tensor, m)
-        for operand, tensor in zip(spec.operands, operands, strict=True)
-        if tensor is not None
-    ]
+    """The operands that are given: those of the result's shape as (m, columns), others flat.
+
+    A weight format's are matrices, the first of which (x's scales) kernels load in bulk.
+    """
+    first = len(spec.prologue.operands())
+    last = first + len(spec.weight.operands())
+    read = []
+    for i, (operand, tensor) in enumerate(zip(spec.operands, operands, strict=True)):
+        if tensor is None:
+            continue
+        if first <= i < last:
+            read.append(_loaded_anywhere(tensor) if i == first else unit_stride(tensor))
+        else:
+            read.append(_operand_read(operand.axis, tensor, m))
+    return read
 
 
 def _operand_read(axis: Axis, tensor: Tensor, m: int) -> Tensor:
@@ -71,6 +81,13 @@ def loaded(matrix: Tensor, align_bytes: int) -> Tensor:
     rows, columns = view.shape
     pitch = -(-columns // _PITCH_ELEMENTS) * _PITCH_ELEMENTS
     return view.new_empty((rows, pitch))[:, :columns].copy_(view)
+
+
+def _loaded_anywhere(matrix: Tensor) -> Tensor:
+    """``matrix`` with address and row pitch for bulk copies."""
+    view = loaded(matrix, _BULK_BYTES)
+    # A new tensor is aligned, and as dense as the pitch allows.
+    return loaded(view.clone(), _BULK_BYTES) if view.data_ptr() % _BULK_BYTES else view
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -20,11 +20,12 @@ from fusedops.config import (
     choose_prefill,
     decode_tiles,
     prefill_tiles,
+    tuning_key,
 )
 from fusedops.config.elements import scale_bytes
 from fusedops.epilogue.chain import Epilogue
 from fusedops.problem import GemmProblem, GemmSpec
-from fusedops.providers.cutlass import CutlassProvider, choose_candidate
+from fusedops.providers.cutlass import CutlassProvider, choose_candidate, decode_program
 from fusedops.providers.cutlass_sm80 import CutlassSm80Provider
 from fusedops.providers.kernel_tensors import operands_read
 
@@ -164,13 +165,28 @@ def test_choice_is_legal_and_no_sooner_than_without_blocks(m: int, n: int, k: in
         tile = choose(problem, "none")
         assert tile.legal(problem) is None
         assert tile.predicted_us(problem) >= choose(dense, "none").predicted_us(dense)
-    if m <= 64:
+    if m <= 16:
         assert choose_candidate(problem).name.startswith("r")
 
 
 @pytest.mark.parametrize("m", DECODE_BUCKETS)
 def test_every_padded_m_has_tilings(m: int) -> None:
     assert any(tile.legal(block_problem("residual", m)) is None for tile in decode_tiles())
+
+
+def test_measured_choices_are_filed_apart_from_those_without_blocks() -> None:
+    block, dense = block_problem("none", 16), problem_of("none", 16, E4M3)
+    assert tuning_key(block) == f"{tuning_key(dense)} block_fp8"
+    assert tuning_key(dense) == "n4096 k4096 m16 float8_e4m3fn plain"
+
+
+def test_kernels_of_the_formats_differ_and_hold_their_sources() -> None:
+    tile = next(tile for tile in decode_tiles() if tile.name == "r64k128")
+    block = decode_program(block_problem("none", 16), tile)
+    dense = decode_program(problem_of("none", 16, E4M3), tile)
+    int8 = decode_program(problem_of("none", 16, torch.int8), tile)
+    assert len({block.spec, dense.spec, int8.spec}) == 3
+    assert any("elements" in name for name, _ in block.sources.files)
 
 
 def test_providers_say_what_formats_they_take() -> None:

@@ -26,8 +26,10 @@ _MEMORY_BYTES_PER_US = 5.3e6
 _SM_BYTES_PER_US = 140e3
 _SM_PRODUCTS_PER_US = 56e3
 """Columns of K times padded M times 64-row blocks: m64n8k16 takes 4 cycles of 1755 MHz."""
-_PROMOTION_US = 0.1
-"""Estimate of what promoting the sums of a block of K keeps a warpgroup from the next products."""
+_PROMOTION_US = 0.05
+_PROMOTION_COLUMN_US = 0.0015
+"""Estimates, from instructions counted at 1755 MHz, of what a block of K takes a warpgroup whose
+sums are promoted: for the latency of its products, and for each column of the padded M."""
 _OVERLAP = 1.7
 """Exponent of the norm that joins what overlaps: 1 would add it up, infinity take the largest."""
 _NORM_BYTES = 1280
@@ -159,7 +161,7 @@ class DecodeTile:
         """The compiled configuration that serves ``problem``."""
         element_bytes = problem.x_dtype.itemsize
         return self.config(
-            problem.m, element_bytes, self.norm_bytes(problem), is_block_scaled(problem)
+            problem.m, element_bytes, self.norm_bytes(problem), is_block_scaled(problem.spec)
         )
 
     def clusters(self, n: int, sm_count: int) -> int:
@@ -219,8 +221,9 @@ class DecodeTile:
             steps * self.rows * element * self.resident / _SM_BYTES_PER_US,
             steps * blocks * m_pad * self.resident / (_SM_PRODUCTS_PER_US * tensor_rate(element)),
         )
-        if is_block_scaled(problem):
-            overlapping = (*overlapping, steps / SCALE_BLOCK * _PROMOTION_US)
+        if is_block_scaled(spec):
+            promotion_us = _PROMOTION_US + m_pad * _PROMOTION_COLUMN_US
+            overlapping = (*overlapping, steps / SCALE_BLOCK * promotion_us)
         busy: float = sum(share**_OVERLAP for share in overlapping) ** (1 / _OVERLAP)
         # All but the last tile's epilogue, the exchange of a split, and barriers of short stages.
         epilogues = (rounds - 1) * m_pad * self.rows / 4096 / self.resident

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fusedops.problem import GemmProblem
+from fusedops.problem import GemmProblem, GemmSpec
 
 __all__ = [
     "BLOCK_FORMAT",
@@ -30,13 +30,13 @@ BLOCK_FORMAT = "block_fp8"
 """The weight format with scales a block, as specs name it."""
 
 
-def is_block_scaled(problem: GemmProblem) -> bool:
+def is_block_scaled(spec: GemmSpec) -> bool:
     """Whether x has a scale for 1 x 128 elements and the weight one for 128 x 128.
 
     They are the format's first two operands: (ceil(K / 128), M) with rows that start at multiples
     of 16 bytes, and (ceil(N / 128), ceil(K / 128)), float32.
     """
-    return problem.spec.weight.spec_name == BLOCK_FORMAT
+    return spec.weight.spec_name == BLOCK_FORMAT
 
 
 def scale_bytes(rows: int, k: int) -> int:
@@ -46,7 +46,7 @@ def scale_bytes(rows: int, k: int) -> int:
 
 def element_refusal(problem: GemmProblem) -> str | None:
     """Why the kernels cannot multiply the elements of ``problem``, or None if they can."""
-    if is_block_scaled(problem) and problem.x_dtype != torch.float8_e4m3fn:
+    if is_block_scaled(problem.spec) and problem.x_dtype != torch.float8_e4m3fn:
         return f"multiplies blocks of float8_e4m3fn only, got {problem.x_dtype}"
     if problem.x_dtype == torch.int8 and problem.spec.k > LARGEST_INT8_K:
         return (

@@ -216,7 +216,7 @@ class PrefillTile:
         """The compiled configuration that serves ``problem``."""
         out_bytes = problem.spec.out_dtype.itemsize
         element_bytes, columns = problem.x_dtype.itemsize, self.out_columns(problem)
-        return self.config(element_bytes, out_bytes, columns, is_block_scaled(problem))
+        return self.config(element_bytes, out_bytes, columns, is_block_scaled(problem.spec))
 
     def cluster_tiles(self, m: int, n: int) -> int:
         """Tiles of a whole cluster that cover an (M, N) accumulator."""
@@ -242,7 +242,7 @@ class PrefillTile:
         columns = self.out_columns(problem)
         if columns % MIN_STEP_COLUMNS:
             return f"a CTA finishes {columns} columns, no multiple of {MIN_STEP_COLUMNS}"
-        if is_block_scaled(problem) and (refusal := self._block_refusal()):
+        if is_block_scaled(problem.spec) and (refusal := self._block_refusal()):
             return refusal
         if self.problem_config(problem).stages < 3:
             return "fewer than 3 stages fit the shared memory"
@@ -294,7 +294,7 @@ class PrefillTile:
         rate *= tensor_rate(element)
         wgmma_us = 2 * self.tile_m * self.tile_n * k / (_TENSOR_FLOPS_PER_US / sms * rate)
         taken = (self.tile_m + self.tile_n) * k * element
-        if is_block_scaled(problem):
+        if is_block_scaled(problem.spec):
             wgmma_us *= _PROMOTION[self.mode]
         main_us = max(wgmma_us, taken / _SM_BYTES_PER_US)
         # About 4 bytes a cycle and thread at 1.6 GHz through the chain, staging and the store.

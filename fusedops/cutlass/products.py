@@ -8,14 +8,15 @@ Accumulation. Products of bfloat16 and float16 are added up in float32. Those of
 int32 (K up to ``LARGEST_INT8_K``); the epilogue rounds the sum once, to float32.
 Those of e4m3 go to float32 accumulators, but Hopper's Tensor Cores keep about 14 bits of a sum
 while they add: the 32 products of an instruction and the accumulator are aligned to the largest of
-them and cut below 2^-13 of it. The accumulator is cut so by each instruction, which is what counts
-in a long sum: relative to ``sum |x| |w|`` the error stays below K / 32 * 2^-13, 1.6 % for K = 4096
-(some 100 times less for random signs, where the sum is far below the sum of magnitudes). One scale
-a tensor, row or channel goes to the finished sum; scales a block of 128 along K are applied as
-``promotion`` describes, which bounds this error by four instructions.
+them, and what lies below 2^-13 of that is cut off (2^-12 at worst, for mantissas of products reach
+up to 4). So an instruction loses at most 33 such cuts. In a long sum it is the accumulator's cut
+that counts, one for every 32 of K, always towards zero: up to K / 32 * 2^-13 of the running sum,
+1.6 % for K = 4096 where all products have one sign. One scale a tensor, row or channel goes to the
+finished sum, with this error; scales a block of 128 along K are applied as ``promotion`` describes,
+which bounds it by four instructions. Whole numbers whose sums stay below 2^12 are exact.
 
-Sources: PTX ISA, "wgmma.mma_async"; DeepSeek-V3 Technical Report, 2024, 3.3.2 "Improved Precision
-from Quantization and Multiplication" (the 14 bits).
+Sources: PTX ISA, "wgmma.mma_async"; DeepSeek-V3 Technical Report, 2024, 3.3.2 and 3.5.2 (14 bits);
+J. Zhang et al., SageAttention2, 2024 (13 bits behind the leading one, cut).
 """
 
 from __future__ import annotations

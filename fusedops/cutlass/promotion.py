@@ -5,12 +5,13 @@ the finished sums by float32 multiply-adds with the block's two scales::
 
     sum = sum + part * (x_scale * w_scale)
 
-So what Hopper's Tensor Cores cut off an e4m3 sum (see ``products``) stays within four
-instructions: relative to the block's ``sum |x| |w|`` below 4 * 2^-13, 0.05 %, and does not grow
-with K. While a warpgroup promotes, another one's products run; the blocks of one stage have partial
-sums of their own, so that the next block's products run too.
+So what Hopper's Tensor Cores cut off an e4m3 sum (see ``products``) is that of four instructions on
+one block's sum, however long K is. While a warpgroup promotes, another one's products run; the
+blocks of one stage have partial sums of their own where registers allow it, so that the next
+block's products run too.
 
-Sources: DeepSeek-V3 Technical Report, 2024, 3.3.2 (promotion to CUDA cores every 128 of K).
+Sources: DeepSeek-V3 Technical Report, 2024, 3.3.2 (promotion to CUDA cores every 128 of K);
+CUTLASS, "fp8_accumulation.hpp" (partial sums in registers of their own).
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fusedops.config.elements import is_block_scaled
 from fusedops.epilogue.base import Axis
 from fusedops.errors import LayoutError
 from fusedops.problem import GemmSpec
@@ -44,19 +45,16 @@ def unit_stride(matrix: Tensor) -> Tensor:
 def operands_read(spec: GemmSpec, operands: Sequence[Tensor | None], m: int) -> list[Tensor]:
     """The operands that are given: those of the result's shape as (m, columns), others flat.
 
-    A weight format's are matrices, the first of which (x's scales) kernels load in bulk.
+    Scales a block are matrices; those of x are loaded in bulk.
     """
-    first = len(spec.prologue.operands())
-    last = first + len(spec.weight.operands())
-    read = []
-    for i, (operand, tensor) in enumerate(zip(spec.operands, operands, strict=True)):
-        if tensor is None:
-            continue
-        if first <= i < last:
-            read.append(_loaded_anywhere(tensor) if i == first else unit_stride(tensor))
-        else:
-            read.append(_operand_read(operand.axis, tensor, m))
-    return read
+    pairs = list(zip(spec.operands, operands, strict=True))
+    scales: list[Tensor] = []
+    if is_block_scaled(spec):
+        x_scale, w_scale = (given for _, given in pairs[:2] if given is not None)
+        scales, pairs = [_loaded_anywhere(x_scale), unit_stride(w_scale)], pairs[2:]
+    return scales + [
+        _operand_read(operand.axis, tensor, m) for operand, tensor in pairs if tensor is not None
+    ]
 
 
 def _operand_read(axis: Axis, tensor: Tensor, m: int) -> Tensor:

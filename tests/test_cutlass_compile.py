@@ -219,7 +219,7 @@ def test_failing_trace_is_a_build_error(tmp_path: Path) -> None:
         ({"arch": "sm_80"}, "compiled for sm_90a"),
         ({"k": 0}, "needs K > 0"),
         ({"aligned_bytes": 8}, "multiples of 16 bytes"),
-        ({"dtype": torch.float32}, "multiplies bfloat16 and float16"),
+        ({"dtype": torch.float32}, "multiplies bfloat16, float16, float8_e4m3fn and int8"),
         ({"chain": "row_stat"}, "too few parts"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
+from fusedops.config.elements import SCALE_BLOCK, is_block_scaled, scale_bytes, tensor_rate
 from fusedops.config.files import DECODE_BUCKETS, SHARED_BYTES, choose_tile, load_tiles
 from fusedops.errors import ConfigError
 from fusedops.problem import GemmProblem
@@ -25,6 +26,10 @@ _MEMORY_BYTES_PER_US = 5.3e6
 _SM_BYTES_PER_US = 140e3
 _SM_PRODUCTS_PER_US = 56e3
 """Columns of K times padded M times 64-row blocks: m64n8k16 takes 4 cycles of 1755 MHz."""
+_PROMOTION_US = 0.05
+_PROMOTION_COLUMN_US = 0.0015
+"""Estimates, from instructions counted at 1755 MHz, of what a block of K takes a warpgroup whose
+sums are promoted: for the latency of its products, and for each column of the padded M."""
 _OVERLAP = 1.7
 """Exponent of the norm that joins what overlaps: 1 would add it up, infinity take the largest."""
 _NORM_BYTES = 1280
@@ -44,7 +49,7 @@ class DecodeConfig:
 
     Attributes:
         rows: weight rows (output columns) of a tile, a multiple of 16 up to 256.
-        k: columns of K in a stage, a multiple of 64.
+        k: columns of K in a stage, a multiple of 128 bytes.
         stages: TMA stages of the ring.
         split: CTAs that share a tile's K, 1 or 2 (a cluster).
         m_pad: padded M, the wgmma N: one of ``DECODE_BUCKETS``.
@@ -54,6 +59,7 @@ class DecodeConfig:
             before the kernel waits for the one before it.
         resident: CTAs that share an SM, and so its registers and shared memory.
         norm_bytes: shared memory for an RMSNorm's weight along a CTA's part of K; 0 without one.
+        block_scaled: x and the weight have scales a block of 128 along K.
     """
 
     rows: int
@@ -65,11 +71,20 @@ class DecodeConfig:
     prefetch: int = 0
     resident: int = 1
     norm_bytes: int = 0
+    block_scaled: bool = False
 
     @property
     def warpgroups(self) -> int:
         """Consumer warpgroups: each multiplies 64 weight rows."""
         return -(-self.rows // _WGMMA_ROWS)
+
+    @property
+    def operands_late(self) -> bool:
+        """Whether the chain's operands are read behind the main loop, which needs the registers.
+
+        Promoted sums take those of their parts besides, twice with two blocks in a stage.
+        """
+        return self.block_scaled and (self.m_pad > _WGMMA_ROWS or self.rows > _WGMMA_ROWS)
 
     @property
     def threads(self) -> int:
@@ -79,7 +94,10 @@ class DecodeConfig:
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """A named tiling of the decode kernel, see ``cutlass_configs/sm90.toml``."""
+    """A named tiling of the decode kernel, see ``cutlass_configs/sm90.toml``.
+
+    ``k`` counts columns of 16-bit elements; a stage has as many bytes of 8-bit ones.
+    """
 
     name: str
     rows: int
@@ -94,12 +112,20 @@ class DecodeTile:
         """Weight rows of a tile."""
         return self.rows
 
-    def stages(self, m_pad: int, element_bytes: int, norm_bytes: int = 0) -> int:
+    def columns(self, element_bytes: int) -> int:
+        """Columns of K in a stage."""
+        return self.k * 2 // element_bytes
+
+    def stages(
+        self, m_pad: int, element_bytes: int, norm_bytes: int = 0, block_scaled: bool = False
+    ) -> int:
         """TMA stages that fit beside the reduction buffer, the statistics and the barriers."""
         warps = -(-self.rows // 64) * 4
         exchange = (self.split - 1) * warps * 32 * (m_pad // 4) * 4
         statistics = 2 * (warps + 1) * m_pad * 4
-        stage = (self.rows + m_pad) * self.k * element_bytes + 16
+        k = self.columns(element_bytes)
+        stage = (self.rows + m_pad) * k * element_bytes + 16
+        stage += scale_bytes(m_pad, k) if block_scaled else 0
         shared = (SHARED_BYTES - (self.resident - 1) * _RESERVED_BYTES) // self.resident
         others = exchange + statistics + 2048 + (norm_bytes and norm_bytes + _NORM_BYTES)
         return min(24, (shared - others) // stage)
@@ -112,13 +138,15 @@ class DecodeTile:
         columns = -(-problem.spec.k // (self.k * self.split)) * self.k
         return -(-columns * weight.itemsize // _NORM_STEP_BYTES) * _NORM_STEP_BYTES
 
-    def config(self, m: int, element_bytes: int, norm_bytes: int = 0) -> DecodeConfig:
+    def config(
+        self, m: int, element_bytes: int, norm_bytes: int = 0, block_scaled: bool = False
+    ) -> DecodeConfig:
         """The compiled configuration that serves ``m`` rows, with or without a norm in front."""
         bucket = m_bucket(m)
-        stages = self.stages(bucket, element_bytes, norm_bytes)
+        stages = self.stages(bucket, element_bytes, norm_bytes, block_scaled)
         return DecodeConfig(
             self.rows,
-            self.k,
+            self.columns(element_bytes),
             stages,
             self.split,
             bucket,
@@ -126,6 +154,14 @@ class DecodeTile:
             self.prefetch,
             self.resident,
             norm_bytes,
+            block_scaled,
+        )
+
+    def problem_config(self, problem: GemmProblem) -> DecodeConfig:
+        """The compiled configuration that serves ``problem``."""
+        element_bytes = problem.x_dtype.itemsize
+        return self.config(
+            problem.m, element_bytes, self.norm_bytes(problem), is_block_scaled(problem.spec)
         )
 
     def clusters(self, n: int, sm_count: int) -> int:
@@ -149,14 +185,12 @@ class DecodeTile:
             return (
                 f"M={problem.m} with more than 128 weight rows takes more registers than there are"
             )
-        k_tiles = -(-problem.spec.k // self.k)
+        k_tiles = -(-problem.spec.k // self.columns(problem.x_dtype.itemsize))
         if k_tiles < self.split:
             return f"K={problem.spec.k} has fewer k-tiles than CTAs that share them"
         if problem.spec.prologue != NO_PROLOGUE and (refusal := _prologue_refusal(problem)):
             return refusal
-        norm_bytes = self.norm_bytes(problem)
-        bucket = m_bucket(problem.m)
-        if self.stages(bucket, problem.x_dtype.itemsize, norm_bytes) < 3:
+        if self.problem_config(problem).stages < 3:
             return "fewer than 3 stages fit the shared memory"
         for node in problem.spec.epilogue:
             parts = getattr(node, "parts", None)
@@ -180,18 +214,22 @@ class DecodeTile:
         rounds = -(-tiles // self.clusters(spec.n, problem.sm_count))
         steps = rounds * k
         blocks = -(-self.rows // _WGMMA_ROWS)
-        memory = (spec.n * spec.k + problem.m * (spec.k + spec.n)) * element
-        overlapping = (
+        memory = (spec.n * spec.k + problem.m * spec.k) * element
+        memory += problem.m * spec.n * spec.out_dtype.itemsize
+        overlapping: tuple[float, ...] = (
             memory / _MEMORY_BYTES_PER_US,
             steps * self.rows * element * self.resident / _SM_BYTES_PER_US,
-            steps * blocks * m_pad * self.resident / _SM_PRODUCTS_PER_US,
+            steps * blocks * m_pad * self.resident / (_SM_PRODUCTS_PER_US * tensor_rate(element)),
         )
+        if is_block_scaled(spec):
+            promotion_us = _PROMOTION_US + m_pad * _PROMOTION_COLUMN_US
+            overlapping = (*overlapping, steps / SCALE_BLOCK * promotion_us)
         busy: float = sum(share**_OVERLAP for share in overlapping) ** (1 / _OVERLAP)
         # All but the last tile's epilogue, the exchange of a split, and barriers of short stages.
         epilogues = (rounds - 1) * m_pad * self.rows / 4096 / self.resident
         exchange = 0.12 * (self.split - 1) * (1 + m_pad / 64)
-        stage_bytes = self.rows * self.k * element
-        barriers = 0.09 * steps / self.k * max(0.0, 1.0 - stage_bytes / 16384)
+        stage_bytes = self.rows * self.columns(element) * element
+        barriers = 0.09 * steps / self.columns(element) * max(0.0, 1.0 - stage_bytes / 16384)
         return _LAUNCH_US + busy + epilogues + exchange + barriers
 
 
@@ -200,6 +238,8 @@ def _prologue_refusal(problem: GemmProblem) -> str | None:
     prologue = problem.spec.prologue
     if not isinstance(prologue, RmsNormPrologue):
         return f"no kernel has {prologue} inside"
+    if problem.x_dtype.itemsize == 1:
+        return f"{prologue} is inside for bfloat16 and float16 only, got {problem.x_dtype}"
     if problem.m > _NORM_ROWS:
         return f"M={problem.m} > {_NORM_ROWS}: every CTA would normalise all of x"
     if problem.operand_dtypes[1] is None:

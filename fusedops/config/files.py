@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from fusedops.errors import ConfigError
 from fusedops.problem import GemmProblem
+from fusedops.weight import Dense
 
 __all__ = [
     "DECODE_BUCKETS",
@@ -164,11 +165,15 @@ def tuning_m(m: int) -> int:
 
 
 def tuning_key(problem: GemmProblem) -> str:
-    """What a measured choice is filed under: sizes, M bucket, dtype and whether columns pair."""
+    """What a measured choice is filed under: sizes, M bucket, dtype and whether columns pair.
+
+    Formats other than dense stand behind that.
+    """
     spec = problem.spec
     gated = "gated" if spec.out_n != spec.n else "plain"
     dtype = str(problem.x_dtype).removeprefix("torch.")
-    return f"n{spec.n} k{spec.k} m{tuning_m(problem.m)} {dtype} {gated}"
+    form = "" if spec.weight.spec_name == Dense.spec_name else f" {spec.weight.spec_name}"
+    return f"n{spec.n} k{spec.k} m{tuning_m(problem.m)} {dtype} {gated}{form}"
 
 
 def winners(problem: GemmProblem, gpu: str) -> set[str]:

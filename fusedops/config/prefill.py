@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from math import gcd
 
+from fusedops.config.elements import SCALE_BLOCK, is_block_scaled, scale_bytes, tensor_rate
 from fusedops.config.files import SHARED_BYTES, choose_tile, load_tiles
 from fusedops.errors import ConfigError
 from fusedops.problem import GemmProblem
 from fusedops.prologue import NO_PROLOGUE
 
 __all__ = [
-    "K_TILE",
     "PrefillConfig",
     "PrefillTile",
     "choose_prefill",
@@ -19,8 +20,8 @@ __all__ = [
     "store_columns",
 ]
 
-K_TILE = 64
-"""Columns of K in a stage: one 128-byte swizzled row of a 16-bit type."""
+_STAGE_ROW_BYTES = 128
+"""A stage's part of a row of x or the weight: what TMA swizzles at most."""
 
 STORE_BUFFERS = 2
 """Staging buffers of a warpgroup: one is stored while the next is filled."""
@@ -35,6 +36,8 @@ MIN_STEP_COLUMNS = 16
 memory, of the result too."""
 # 128 x 192 a warpgroup is the largest accumulator that leaves registers for an epilogue.
 _MAX_ACCUMULATORS = 192
+_MAX_PROMOTED = 96
+"""Promoted sums take a second register for the part of a block of K."""
 
 # Constants of the analytic model, for an H200; see PrefillTile.predicted_us.
 _TENSOR_FLOPS_PER_US = 800e6
@@ -46,6 +49,10 @@ _L2_BYTES_PER_US = 12e6
 _SHARED_BYTES_PER_CYCLE = 118
 _LAUNCH_US = 3.0
 _EXCHANGE_US = 1.5
+_PROMOTION = {"cooperative": 1.2, "pingpong": 1.6}
+"""Time of a main loop that promotes, against one that does not. CUTLASS's kernels took 1.17 to 1.21
+times as long on an H200 at M = 4096; where main loops take turns, nothing hides the promotion,
+which is an estimate."""
 _RESIDENT_CLUSTERS = {4: 26, 8: 12}
 """Estimates of how many clusters of four and eight run at once. They do not fill every group of
 SMs: on an H200 32 of four took two rounds."""
@@ -73,6 +80,8 @@ class PrefillConfig:
         pingpong: each warpgroup has a tile of its own; otherwise two warpgroups share one.
         group: tiles of a cluster along M that are walked before the next column of tiles.
         split: CTAs of a cluster that share a tile's K instead; then it has one tile.
+        k: columns of K in a stage, 128 bytes.
+        block_scaled: x and the weight have scales a block of 128 along K.
     """
 
     tile_m: int
@@ -83,6 +92,8 @@ class PrefillConfig:
     pingpong: bool
     group: int
     split: int = 1
+    k: int = 64
+    block_scaled: bool = False
 
     @property
     def cluster(self) -> int:
@@ -172,24 +183,29 @@ class PrefillTile:
                 f"columns; tile_n={self.tile_n}."
             )
 
-    def stages(self, element_bytes: int, out_bytes: int, out_columns: int) -> int:
+    def stages(self, out_bytes: int, out_columns: int, block_scaled: bool = False) -> int:
         """TMA stages that fit beside the staging buffers and the barriers."""
         width_bytes = store_columns(out_columns, out_bytes) * out_bytes
         staging = CONSUMERS * STORE_BUFFERS * _WGMMA_ROWS * width_bytes
-        stage = (self.tile_m + self.tile_n) * K_TILE * element_bytes
+        stage = (self.tile_m + self.tile_n) * _STAGE_ROW_BYTES
+        stage += scale_bytes(self.tile_m, _STAGE_ROW_BYTES) if block_scaled else 0
         return min(8, (SHARED_BYTES - staging - 2048) // stage)
 
-    def config(self, element_bytes: int, out_bytes: int, out_columns: int) -> PrefillConfig:
+    def config(
+        self, element_bytes: int, out_bytes: int, out_columns: int, block_scaled: bool = False
+    ) -> PrefillConfig:
         """The compiled configuration for an x, and a result whose tile has ``out_columns``."""
         return PrefillConfig(
             self.tile_m,
             self.tile_n,
-            self.stages(element_bytes, out_bytes, out_columns),
+            self.stages(out_bytes, out_columns, block_scaled),
             self.cluster_m,
             self.cluster_n,
             self.mode == "pingpong",
             self.group,
             self.split,
+            _STAGE_ROW_BYTES // element_bytes,
+            block_scaled,
         )
 
     def out_columns(self, problem: GemmProblem) -> int:
@@ -199,7 +215,8 @@ class PrefillTile:
     def problem_config(self, problem: GemmProblem) -> PrefillConfig:
         """The compiled configuration that serves ``problem``."""
         out_bytes = problem.spec.out_dtype.itemsize
-        return self.config(problem.x_dtype.itemsize, out_bytes, self.out_columns(problem))
+        element_bytes, columns = problem.x_dtype.itemsize, self.out_columns(problem)
+        return self.config(element_bytes, out_bytes, columns, is_block_scaled(problem.spec))
 
     def cluster_tiles(self, m: int, n: int) -> int:
         """Tiles of a whole cluster that cover an (M, N) accumulator."""
@@ -225,6 +242,8 @@ class PrefillTile:
         columns = self.out_columns(problem)
         if columns % MIN_STEP_COLUMNS:
             return f"a CTA finishes {columns} columns, no multiple of {MIN_STEP_COLUMNS}"
+        if is_block_scaled(problem.spec) and (refusal := self._block_refusal()):
+            return refusal
         if self.problem_config(problem).stages < 3:
             return "fewer than 3 stages fit the shared memory"
         capacity = self._capacity(problem.sm_count)
@@ -232,7 +251,7 @@ class PrefillTile:
             return f"a cluster needs more SMs than {problem.sm_count}"
         if self.split > 1 and self.cluster_tiles(problem.m, spec.n) > capacity:
             return f"there are more tiles than {capacity} clusters, which have one tile each"
-        if self.split > -(-spec.k // K_TILE):
+        if self.split > -(-spec.k // self.problem_config(problem).k):
             return f"K={spec.k} has fewer k-tiles than CTAs that share them"
         for node in spec.epilogue:
             parts = getattr(node, "parts", None)
@@ -243,12 +262,26 @@ class PrefillTile:
                 return f"{node} needs whole groups of {node.group_columns()} columns in a tile"
         return None
 
+    def _block_refusal(self) -> str | None:
+        """Why a main loop with scales a block of K cannot have the tiling, or None if it can."""
+        accumulators = self.config(1, 2, self.tile_n // self.split).accumulators
+        if accumulators > _MAX_PROMOTED:
+            return (
+                f"a thread has {accumulators} accumulators, promoted ones at most {_MAX_PROMOTED}"
+            )
+        # Tiles start at multiples of this in a block.
+        step = gcd(self.tile_n, SCALE_BLOCK)
+        if SCALE_BLOCK - step + self.tile_n > 2 * SCALE_BLOCK:
+            return f"tiles of {self.tile_n} columns meet more than two blocks of the weight"
+        return None
+
     def predicted_us(self, problem: GemmProblem) -> float:
         """Time by the analytic model: the largest of memory's and the L2's traffic and the busiest
         CTA's tiles.
 
         A tile takes the longest of its wgmma time (which shared memory bounds for small N: a
-        64 x N x 16 instruction reads 2048 + 32 N bytes in N / 2 cycles), and what its SM takes in.
+        64 x N instruction over 32 bytes of K reads 2048 + 32 N bytes in N / 2 cycles), and what its
+        SM takes in.
         The epilogue runs beside the other warpgroup's main loop in ping-pong mode, else after it.
         """
         spec = problem.spec
@@ -258,8 +291,11 @@ class PrefillTile:
         waves = -(-self.cluster_tiles(problem.m, spec.n) // max(1, resident))
         k = spec.k / self.split
         rate = min(1.0, _SHARED_BYTES_PER_CYCLE / (4096 / self.tile_n + 64))
+        rate *= tensor_rate(element)
         wgmma_us = 2 * self.tile_m * self.tile_n * k / (_TENSOR_FLOPS_PER_US / sms * rate)
         taken = (self.tile_m + self.tile_n) * k * element
+        if is_block_scaled(problem.spec):
+            wgmma_us *= _PROMOTION[self.mode]
         main_us = max(wgmma_us, taken / _SM_BYTES_PER_US)
         # About 4 bytes a cycle and thread at 1.6 GHz through the chain, staging and the store.
         epilogue_us = self.tile_m * self.tile_n / self.split / (2 * 128) / 100

@@ -12,6 +12,7 @@ from typing import Any
 import cutlass
 from cutlass import const_expr, cute
 
+from fusedops.cutlass.products import as_float
 from fusedops.cutlass.tile import Coordinates, Slot
 
 __all__ = ["accumulator_coordinates", "owned_values", "whole_blocks"]
@@ -20,10 +21,12 @@ WGMMA_ROWS = 64
 
 
 def owned_values(acc: Any, mine: Any, m_pad: int, split: int) -> dict[Slot, Any]:
-    """A thread's results by (m slot, n slot): all of ``acc``, or with a split those in ``mine``."""
+    """A thread's sums in float32 by (m slot, n slot): ``acc``, or with a split ``mine``."""
     if split == 1:
-        return {((j >> 2) * 2 + (j & 1), (j >> 1) & 1): acc[j] for j in range(m_pad // 2)}
-    return {(j >> 1, j & 1): mine[j] for j in range(m_pad // 4)}
+        slots = {((j >> 2) * 2 + (j & 1), (j >> 1) & 1): acc[j] for j in range(m_pad // 2)}
+    else:
+        slots = {(j >> 1, j & 1): mine[j] for j in range(m_pad // 4)}
+    return {slot: as_float(value) for slot, value in slots.items()}
 
 
 def accumulator_coordinates(

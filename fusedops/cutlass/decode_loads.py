@@ -26,12 +26,14 @@ _EVICT_LAST = 0x14F0000000000000
 class DecodeLoads:
     """The loads of a CTA. Operands are triples: TMA atom, its global and its shared side.
 
+    ``activations`` are x and, where it has them, its scales.
+
     A span is (first tile, first k-tile, k-tiles of a tile, iterations in total).
 
     Attributes:
         config: the kernel's.
         pdl: whether the next kernel may be allowed to start.
-        stage_bytes: that a stage takes of both operands.
+        stage_bytes: that a stage takes of all operands.
     """
 
     config: DecodeConfig
@@ -57,14 +59,14 @@ class DecodeLoads:
             cute.prefetch(w_atom, t_wg[(None, first + i // k_count, k_first + i % k_count)])
 
     @cute.jit
-    def stream(self, weights: Any, x: Any, barriers: Any, span: Any) -> None:
+    def stream(self, weights: Any, activations: Any, barriers: Any, span: Any) -> None:
         """Load x for the stages that have their weights, then both as stages become free."""
         full, empty = barriers
         total = span[3]
         stages, trigger = self.config.stages, self.config.trigger
         ahead = cutlass.min(total, Int32(stages))
         for i in cutlass.range(ahead, unroll=1):
-            self._activations(x, full + i, i, i, span)
+            self._activations(activations, full + i, i, i, span)
         if const_expr(self.pdl and trigger >= 0):
             if total - ahead <= trigger:
                 cute.arch.griddepcontrol_launch_dependents()
@@ -72,7 +74,7 @@ class DecodeLoads:
             stage = i % stages
             cute.arch.mbarrier_wait(empty + stage, (i // stages - 1) & 1)
             self._weights(weights, full + stage, stage, i, span)
-            self._activations(x, full + stage, stage, i, span)
+            self._activations(activations, full + stage, stage, i, span)
             if const_expr(self.pdl and trigger >= 0):
                 if total - i == trigger + 1:
                     cute.arch.griddepcontrol_launch_dependents()
@@ -94,17 +96,15 @@ class DecodeLoads:
             cache_policy=Int64(_EVICT_FIRST),
         )
 
-    @cute.jit
-    def _activations(
-        self, x: Any, barrier: cute.Pointer, stage: Int32, i: Int32, span: Any
-    ) -> None:
-        """Load iteration ``i``'s columns of x."""
-        x_atom, t_xg, t_xs = x
+    def _activations(self, activations: Any, barrier: Any, stage: Any, i: Any, span: Any) -> None:
+        """Load iteration ``i``'s columns of x and their scales."""
         _, k_first, k_count, _ = span
-        cute.copy(
-            x_atom,
-            t_xg[(None, k_first + i % k_count)],
-            t_xs[(None, stage)],
-            tma_bar_ptr=barrier,
-            cache_policy=Int64(_EVICT_LAST),
-        )
+        k_tile = k_first + i % k_count
+        for atom, source, to in activations:
+            cute.copy(
+                atom,
+                source[(None, k_tile)],
+                to[(None, stage)],
+                tma_bar_ptr=barrier,
+                cache_policy=Int64(_EVICT_LAST),
+            )

@@ -13,9 +13,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cutlass import Float32, Int32, cute
+from cutlass import Float32, Int32, Numeric, cute
 
 __all__ = ["mapped", "read", "send"]
+
+
+_PTX_TYPES: dict[type[Numeric], str] = {Float32: "f32", Int32: "s32"}
 
 
 def mapped(address: Any, rank: int | Int32) -> Any:
@@ -28,20 +31,21 @@ def mapped(address: Any, rank: int | Int32) -> Any:
 
 
 def send(address: Any, values: Sequence[Any], barrier: Any) -> None:
-    """Store two or four float32 values; both addresses are ``mapped`` to the same CTA."""
+    """Store two or four values of 32 bits; both addresses are ``mapped`` to the same CTA."""
     registers = ", ".join(f"{{$r{e + 2}}}" for e in range(len(values)))
     cute.arch.inline_ptx(
-        f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v{len(values)}.f32 "
+        f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v{len(values)}."
+        f"{_PTX_TYPES[type(values[0])]} "
         f"[{{$r0}}], {{{registers}}}, [{{$r1}}];",
         read_only_args=[Int32(address), Int32(barrier), *values],
     )
 
 
-def read(address: Any, count: int) -> Any:
-    """Two or four float32 values of this CTA's shared memory."""
+def read(address: Any, count: int, element: type[Numeric]) -> Any:
+    """Two or four values, float32 or int32, of this CTA's shared memory."""
     registers = ", ".join(f"{{$w{e}}}" for e in range(count))
     return cute.arch.inline_ptx(
-        f"ld.shared.v{count}.f32 {{{registers}}}, [{{$r0}}];",
-        write_only_types=[Float32] * count,
+        f"ld.shared.v{count}.{_PTX_TYPES[element]} {{{registers}}}, [{{$r0}}];",
+        write_only_types=[element] * count,
         read_only_args=[Int32(address)],
     )

@@ -54,7 +54,7 @@ def exchange_halves(
     cute.arch.mbarrier_wait(received, step & 1)
     # Two terms: their sum does not depend on the order, and one CTA alone computes it.
     for first in cutlass.range_constexpr(0, owned, vector):
-        given = read(base + first * (4 * threads), vector)
+        given = read(base + first * (4 * threads), vector, mine.element_type)
         for e in cutlass.range_constexpr(vector):
             mine[first + e] = mine[first + e] + given[e]
 

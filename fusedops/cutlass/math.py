@@ -5,10 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from cutlass import BFloat16, Float16, Float32, Int32, Numeric, Uint8, Uint16, cute, select_
+from cutlass import (
+    BFloat16,
+    Float8E4M3FN,
+    Float16,
+    Float32,
+    Int8,
+    Int32,
+    Numeric,
+    Uint8,
+    Uint16,
+    cute,
+    select_,
+)
 
 __all__ = [
+    "ACCUMULATOR_DTYPES",
     "CUTE_DTYPES",
+    "PRODUCT_DTYPES",
     "STORAGE_DTYPES",
     "DslMath",
     "packed_pair",
@@ -31,7 +45,23 @@ STORAGE_DTYPES: dict[torch.dtype, type[Numeric]] = {
     torch.float8_e4m3fn: Uint8,
     torch.int8: Uint8,
 }
-"""How results are stored: 8-bit ones as bytes, converted by one PTX instruction each."""
+"""How x, weights and results are stored: 8-bit ones as bytes. Results are converted by one PTX
+instruction each."""
+
+PRODUCT_DTYPES: dict[torch.dtype, type[Numeric]] = {
+    torch.bfloat16: BFloat16,
+    torch.float16: Float16,
+    torch.float8_e4m3fn: Float8E4M3FN,
+    torch.int8: Int8,
+}
+"""What wgmma multiplies, x and weight alike."""
+
+ACCUMULATOR_DTYPES: dict[torch.dtype, type[Numeric]] = {
+    **dict.fromkeys(PRODUCT_DTYPES, Float32),
+    torch.int8: Int32,
+}
+"""What wgmma adds the products up in. Products of int8 are exact there; the epilogue rounds a sum
+beyond 2^24 once, when it makes a float32 of it."""
 
 
 class DslMath:

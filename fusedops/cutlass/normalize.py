@@ -19,11 +19,12 @@ import cutlass
 import torch
 from cutlass import Float32, Int32, const_expr, cute
 
+from fusedops.config import DecodeConfig
 from fusedops.cutlass.arguments import fake_tensor
 from fusedops.cutlass.math import CUTE_DTYPES, packed_pair, packed_product, round_to
-from fusedops.prologue import RmsNormPrologue
+from fusedops.prologue import Prologue, RmsNormPrologue
 
-__all__ = ["NormalizeStages", "prologue_tensors"]
+__all__ = ["NormalizeStages", "prologue_tensors", "stages_of"]
 
 _VECTOR = 8
 """Elements of x in 16 bytes."""
@@ -265,3 +266,20 @@ def prologue_tensors(operand_dtypes: tuple[torch.dtype | None, ...]) -> tuple[An
     weight = operand_dtypes[0]
     assert weight is not None
     return fake_tensor(CUTE_DTYPES[weight], 1, aligned=True), fake_tensor(Float32, 2)
+
+
+def stages_of(
+    prologue: Prologue, config: DecodeConfig, dtype: torch.dtype, weight_dtype: torch.dtype
+) -> NormalizeStages | None:
+    """What normalises the stages of a kernel, or None without an RMSNorm in front."""
+    if not isinstance(prologue, RmsNormPrologue):
+        return None
+    return NormalizeStages(
+        prologue,
+        dtype,
+        weight_dtype,
+        config.m_pad,
+        config.k,
+        config.stages,
+        config.norm_bytes,
+    )

@@ -19,6 +19,7 @@ from cutlass.cute.nvgpu import cpasync
 from fusedops.config.prefill import MIN_STEP_COLUMNS, PrefillConfig
 from fusedops.cutlass.bulk_operand import BulkLoads, free_buffers
 from fusedops.cutlass.math import DslMath
+from fusedops.cutlass.products import as_float
 from fusedops.cutlass.staging import ROWS, Staging
 from fusedops.cutlass.tile import ChainEmission, Coordinates, Slot, ThreadTile, halves_columns
 
@@ -217,7 +218,7 @@ class PrefillEpilogue:
         groups = self.step_columns // 8
         base = block * (self.config.tile_n // 2) + 4 * groups * step
         return {
-            (half, 2 * group + parity): acc[base + 4 * group + 2 * half + parity]
+            (half, 2 * group + parity): as_float(acc[base + 4 * group + 2 * half + parity])
             for group in range(groups)
             for half in range(2)
             for parity in range(2)

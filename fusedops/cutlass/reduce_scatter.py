@@ -99,7 +99,7 @@ class ReduceScatter:
     def _add(self, mine: Any, buffer: Any, distance: int, thread: Any) -> None:
         """Add what came from ``distance`` ranks off."""
         for first in range(0, self.owned, _VECTOR):
-            given = read(buffer + self._offset(distance, first, thread), _VECTOR)
+            given = read(buffer + self._offset(distance, first, thread), _VECTOR, mine.element_type)
             for e in range(_VECTOR):
                 mine[first + e] = mine[first + e] + given[e]
 

@@ -8,7 +8,8 @@ the ring fills with weights before ``griddepcontrol.wait``; everything that an e
 have written is read after it. K may be split over the two CTAs of a cluster: each sends half of its
 partial sums to the other through distributed shared memory and adds the half it gets, in a fixed
 order, so results are bitwise repeatable. An RMSNorm in front of the product runs on the stages of x
-in warps of its own (``fusedops.cutlass.normalize``).
+in warps of its own (``fusedops.cutlass.normalize``). With scales a block of K the main loop is that
+of ``fusedops.cutlass.promotion``.
 
 Sources: PTX ISA, "wgmma.mma_async", "griddepcontrol", "mapa", "Distributed shared memory".
 """
@@ -21,7 +22,7 @@ import cutlass
 import torch
 from cutlass import Float32, Int32, Int64, const_expr, cute
 from cutlass._mlir.dialects.nvvm import MemScopeKind
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
@@ -35,15 +36,20 @@ from fusedops.cutlass.accumulators import (
     whole_blocks,
 )
 from fusedops.cutlass.arguments import chain_tensors, fake_tensor
+from fusedops.cutlass.block_scales import ScaleStages, WeightRows, fake_scales
 from fusedops.cutlass.decode_loads import DecodeLoads
 from fusedops.cutlass.exchange import exchange_halves
-from fusedops.cutlass.math import CUTE_DTYPES, STORAGE_DTYPES
-from fusedops.cutlass.normalize import NormalizeStages, prologue_tensors
+from fusedops.cutlass.mainloop import accumulate
+from fusedops.cutlass.math import STORAGE_DTYPES
+from fusedops.cutlass.normalize import prologue_tensors, stages_of
+from fusedops.cutlass.products import Products
+from fusedops.cutlass.promotion import multiply_promoted
+from fusedops.cutlass.ring import Ring, load_atom, partition
 from fusedops.cutlass.row_statistics import RowStatistics
 from fusedops.cutlass.tile import ChainEmission
 from fusedops.epilogue.chain import Epilogue
 from fusedops.epilogue.outputs import RowStat
-from fusedops.prologue import NO_PROLOGUE, Prologue, RmsNormPrologue
+from fusedops.prologue import NO_PROLOGUE, Prologue
 
 __all__ = ["DecodeGemm", "decode_arguments"]
 
@@ -65,7 +71,8 @@ class DecodeGemm:
     ) -> None:
         self.config, self.epilogue, self.pdl = config, epilogue, pdl
         self.dtype, self.out_dtype = dtype, out_dtype
-        self.element = CUTE_DTYPES[dtype]
+        self.products = Products(dtype)
+        self.element = self.products.element
         self.operand_names = [operand.name for operand in epilogue.operands]
         self.output_names = [output.name for output, _ in epilogue.extra_outputs(1 << 20)]
         self.statistics = RowStatistics(
@@ -74,20 +81,12 @@ class DecodeGemm:
             config.m_pad,
             config.split,
         )
-        self.normalize: Any = (
-            NormalizeStages(
-                prologue,
-                dtype,
-                norm_dtype or dtype,
-                config.m_pad,
-                config.k,
-                config.stages,
-                config.norm_bytes,
-            )
-            if isinstance(prologue, RmsNormPrologue)
-            else None
-        )
-        self.prologue_count = 0 if self.normalize is None else len(prologue.operands())
+        self.normalize: Any = stages_of(prologue, config, dtype, norm_dtype or dtype)
+        self.scales: Any = None
+        if config.block_scaled:
+            self.scales = ScaleStages(config.m_pad, config.k, config.stages)
+        # Operands ahead of the chain's: the prologue's, or x's scales and the weight's.
+        self.before = len(prologue.operands()) + 2 * config.block_scaled
 
     @cute.jit
     def __call__(
@@ -103,20 +102,13 @@ class DecodeGemm:
 
         Args:
             w: (N, K), x: (M, K), out: (M, N'), rows of stride 1, pitch a multiple of 16 bytes.
-            tensors: the prologue's operands, the chain's, its extra outputs; ``(out,)`` for none.
+            tensors: the prologue's operands, x's and the weight's scales a block, the chain's
+                operands, its extra outputs; ``(out,)`` for none.
         """
         cfg = self.config
         row_major = LayoutEnum.ROW_MAJOR
-        major = OperandMajorMode.K
-        tiled_mma = sm90.make_trivial_tiled_mma(
-            self.element,
-            self.element,
-            major,
-            major,
-            Float32,
-            (cfg.warpgroups, 1, 1),
-            tiler_mn=(WGMMA_ROWS, cfg.m_pad),
-        )
+        w, x = self.products.typed(w), self.products.typed(x)
+        tiled_mma = self.instructions()
         padded_rows = cfg.warpgroups * WGMMA_ROWS
         w_layout = sm90.make_smem_layout_a(
             row_major, (cfg.rows, cfg.m_pad, cfg.k), self.element, cfg.stages
@@ -124,15 +116,11 @@ class DecodeGemm:
         x_layout = sm90.make_smem_layout_b(
             row_major, (padded_rows, cfg.m_pad, cfg.k), self.element, cfg.stages
         )
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        w_atom, w_tma = cpasync.make_tiled_tma_atom(
-            load, w, cute.slice_(w_layout, (None, None, 0)), (cfg.rows, cfg.k)
-        )
-        x_atom, x_tma = cpasync.make_tiled_tma_atom(
-            load, x, cute.slice_(x_layout, (None, None, 0)), (cfg.m_pad, cfg.k)
-        )
+        w_atom, w_tma = load_atom(w, w_layout, (cfg.rows, cfg.k), 1)
+        x_atom, x_tma = load_atom(x, x_layout, (cfg.m_pad, cfg.k), 1)
+        scale_side = self.scales.atom(tensors[0]) if const_expr(cfg.block_scaled) else ()
         self.kernel(
-            w_atom, w_tma, x_atom, x_tma, out, tensors, tiled_mma, w_layout, x_layout
+            w_atom, w_tma, x_atom, x_tma, scale_side, out, tensors, tiled_mma, w_layout, x_layout
         ).launch(
             grid=[clusters * cfg.split, 1, 1],
             block=[self.threads, 1, 1],
@@ -144,6 +132,10 @@ class DecodeGemm:
             # that is, and compiling needs none.
             preferred_smem_carveout=100 if cfg.resident > 1 else None,
         )
+
+    def instructions(self) -> cute.TiledMma:
+        """The instructions of all warpgroups."""
+        return self.products.tiled_mma(self.config.warpgroups, WGMMA_ROWS, self.config.m_pad)
 
     @property
     def threads(self) -> int:
@@ -157,6 +149,7 @@ class DecodeGemm:
         w: cute.Tensor,
         x_atom: cute.CopyAtom,
         x: cute.Tensor,
+        scale_side: Any,
         out: cute.Tensor,
         tensors: Any,
         tiled_mma: cute.TiledMma,
@@ -209,19 +202,20 @@ class DecodeGemm:
         s_x = smem.allocate_tensor(
             self.element, x_layout.outer, byte_alignment=1024, swizzle=x_layout.inner
         )
-        g_w = cute.local_tile(w, (rows, k_tile), (None, None))
-        g_x = cute.local_tile(x, (m_pad, k_tile), (0, None))
-        one = cute.make_layout(1)
-        t_ws, t_wg = cpasync.tma_partition(
-            w_atom, 0, one, cute.group_modes(s_w, 0, 2), cute.group_modes(g_w, 0, 2)
-        )
-        t_xs, t_xg = cpasync.tma_partition(
-            x_atom, 0, one, cute.group_modes(s_x, 0, 2), cute.group_modes(g_x, 0, 2)
-        )
+        w_from, w_to = partition(w_atom, w, s_w, (rows, k_tile), 0, 1)
+        x_from, x_to = partition(x_atom, x, s_x, (m_pad, k_tile), 0, 1)
+        activations: tuple[Any, ...] = ((x_atom, x_from[(None, 0, None)], x_to),)
+        stage_bytes = (rows + m_pad) * k_tile * element_bytes
+        if const_expr(cfg.block_scaled):
+            s_scale = self.scales.buffer(smem)
+            scale_atom, scale_tma = scale_side
+            s_from, s_to = partition(scale_atom, scale_tma, s_scale, self.scales.tile, 0, 1)
+            activations = (*activations, (scale_atom, s_from[(None, None, 0)], s_to))
+            stage_bytes += self.scales.loaded_bytes
         total = (tile_last - tile_first) * k_count
         span = (tile_first, k_first, k_count, total)
-        weights = (w_atom, t_wg, t_ws)
-        loads = DecodeLoads(cfg, self.pdl, (rows + m_pad) * k_tile * element_bytes)
+        weights = (w_atom, w_from, w_to)
+        loads = DecodeLoads(cfg, self.pdl, stage_bytes)
 
         if warp == warps:
             # Weights are asked for before the other warps have started. x's descriptor is fetched
@@ -246,7 +240,7 @@ class DecodeGemm:
                 cute.arch.griddepcontrol_wait()
             if const_expr(split > 1):
                 cute.arch.cluster_wait()
-            loads.stream(weights, (x_atom, t_xg, t_xs), (full, empty), span)
+            loads.stream(weights, activations, (full, empty), span)
         elif warp > warps:
             # Only there with a prologue.
             if const_expr(split > 1):
@@ -276,8 +270,8 @@ class DecodeGemm:
             shape = mma.partition_C(
                 cute.make_identity_tensor((cfg.warpgroups * WGMMA_ROWS, m_pad))
             ).shape
-            acc = cute.make_rmem_tensor(shape, Float32)
-            mine = cute.make_rmem_tensor(cute.make_layout(owned), Float32)
+            acc = cute.make_rmem_tensor(shape, self.products.accumulator)
+            mine = cute.make_rmem_tensor(cute.make_layout(owned), self.products.accumulator)
             lane = thread % 32
             row = (thread // 32) * 16 + lane // 4
             column = 2 * (lane % 4)
@@ -289,34 +283,38 @@ class DecodeGemm:
                     row, column, tile_row, rank, (m_size, n_size), rows, m_pad, split
                 )
                 emission = self._emission(tensors)
-                loaded = emission.load(coordinates)
-                acc.fill(0.0)
-                tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
-                base = step * k_count
-                for kt in cutlass.range(k_count, unroll=1):
-                    i = base + kt
-                    stage = i % stages
-                    cute.arch.mbarrier_wait(full + stage, (i // stages) & 1)
-                    if const_expr(self.normalize is not None):
-                        cute.arch.mbarrier_wait(ready + stage, (i // stages) & 1)
-                    warpgroup.fence()
-                    for block_k in cutlass.range_constexpr(k_tile * element_bytes // 32):
-                        cute.gemm(
-                            tiled_mma,
-                            acc,
-                            frag_a[(None, None, block_k, stage)],
-                            frag_b[(None, None, block_k, stage)],
-                            acc,
-                        )
-                    warpgroup.commit_group()
-                    warpgroup.wait_group(1)
-                    if kt > 0:
-                        with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive(empty + (i - 1) % stages)
-                warpgroup.wait_group(0)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(empty + (base + k_count - 1) % stages)
+                if const_expr(not cfg.operands_late):
+                    loaded = emission.load(coordinates)
+                if const_expr(cfg.block_scaled):
+                    multiply_promoted(
+                        Ring(stages, warps, 1),
+                        WeightRows(m_pad),
+                        self.instructions,
+                        acc,
+                        frag_a,
+                        frag_b,
+                        (s_scale, tensors[1]),
+                        (tile_row + row, column),
+                        (full, empty),
+                        step * k_count,
+                        (k_first, k_count),
+                    )
+                else:
+                    tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+                    accumulate(
+                        cfg,
+                        tiled_mma,
+                        acc,
+                        frag_a,
+                        frag_b,
+                        (full, empty, ready),
+                        step * k_count,
+                        k_count,
+                        self.normalize is not None,
+                    )
 
+                if const_expr(cfg.operands_late):
+                    loaded = emission.load(coordinates)
                 if const_expr(split > 1):
                     exchange_halves(acc, mine, exchange, received, drained, rank, thread, step)
                     if tile + 1 < tile_last:
@@ -347,7 +345,7 @@ class DecodeGemm:
                 )
 
     def _emission(self, tensors: Any) -> ChainEmission:
-        first = self.prologue_count
+        first = self.before
         count = first + len(self.operand_names)
         return ChainEmission(
             self.epilogue,
@@ -366,24 +364,26 @@ def decode_arguments(
     prologue: Prologue = NO_PROLOGUE,
 ) -> tuple[Any, ...]:
     """The kernel of a configuration and chain, with the fake tensors to trace it on."""
-    before = len(prologue.operands())
+    normed = len(prologue.operands())
+    before = normed + 2 * config.block_scaled
     tensors = [
-        *(prologue_tensors(operand_dtypes[:before]) if before else ()),
+        *(prologue_tensors(operand_dtypes[:normed]) if normed else ()),
+        *(fake_scales() if config.block_scaled else ()),
         *chain_tensors(epilogue, operand_dtypes[before:], out_dtype),
     ]
     out = fake_tensor(STORAGE_DTYPES[out_dtype], 2)
-    element = CUTE_DTYPES[dtype]
+    kernel = DecodeGemm(
+        config,
+        epilogue,
+        dtype,
+        out_dtype,
+        prologue=prologue,
+        norm_dtype=operand_dtypes[0] if normed else None,
+    )
     return (
-        DecodeGemm(
-            config,
-            epilogue,
-            dtype,
-            out_dtype,
-            prologue=prologue,
-            norm_dtype=operand_dtypes[0] if before else None,
-        ),
-        fake_tensor(element, 2, aligned=True),
-        fake_tensor(element, 2, aligned=True),
+        kernel,
+        kernel.products.fake(),
+        kernel.products.fake(),
         out,
         tuple(tensors) or (out,),
         Int32(1),

@@ -7,7 +7,7 @@ warpgroups multiply, with most of the SM's registers moved to them. Cooperative:
 that one's epilogue runs beside the other's products. The CTAs of a cluster share the tile they have
 in common: each loads half of it and the bulk copy writes it to both. Or they split its K: each
 multiplies a part of K, and gets some columns of the sum (``reduce_scatter``); then a cluster has
-one tile.
+one tile. With scales a block of K the main loop is that of ``promotion``.
 
 Order. ``ring`` has the protocol of the stages, ``staging`` that of the result's buffers, each of
 which belongs to one warpgroup. In ping-pong mode the warpgroups take the CTA's tiles alternately,
@@ -30,26 +30,26 @@ from typing import Any
 
 import cutlass
 import torch
-from cutlass import Float32, Int32, Int64, const_expr, cute
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
-from cutlass.cute.runtime import make_fake_stream
+from cutlass import Int32, Int64, const_expr, cute
+from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
 from fusedops.config.prefill import (
     CONSUMERS,
-    K_TILE,
     STORE_BUFFERS,
     PrefillConfig,
     store_columns,
 )
-from fusedops.cutlass.arguments import chain_tensors, fake_tensor
+from fusedops.cutlass.block_scales import ActivationRows, ScaleStages
 from fusedops.cutlass.bulk_operand import BulkLoads, bulk_operand
 from fusedops.cutlass.mainloop import multiply
-from fusedops.cutlass.math import CUTE_DTYPES, STORAGE_DTYPES
+from fusedops.cutlass.math import STORAGE_DTYPES
 from fusedops.cutlass.prefill_epilogue import PrefillEpilogue, TilePlace
 from fusedops.cutlass.prefill_loads import PrefillLoads, k_span
+from fusedops.cutlass.products import Products
+from fusedops.cutlass.promotion import multiply_promoted
 from fusedops.cutlass.raster import Raster
 from fusedops.cutlass.reduce_scatter import ReduceScatter
 from fusedops.cutlass.ring import Ring, load_atom
@@ -57,7 +57,7 @@ from fusedops.cutlass.staging import ROWS, Staging
 from fusedops.cutlass.tile import ChainEmission, halves_columns
 from fusedops.epilogue.chain import Epilogue
 
-__all__ = ["PrefillGemm", "prefill_arguments"]
+__all__ = ["PrefillGemm"]
 
 WARPGROUP = 128
 THREADS = (CONSUMERS + 1) * WARPGROUP
@@ -86,7 +86,10 @@ class PrefillGemm:
     ) -> None:
         self.config, self.epilogue, self.aligned, self.pdl = config, epilogue, aligned, pdl
         self.dtype, self.out_dtype = dtype, out_dtype
-        self.element = CUTE_DTYPES[dtype]
+        # Scales of blocks come before the chain's operands.
+        self.first_operand = 2 if config.block_scaled else 0
+        self.products = Products(dtype)
+        self.element = self.products.element
         self.operand_names = [operand.name for operand in epilogue.operands]
         self.output_names = [output.name for output, _ in epilogue.extra_outputs(1 << 20)]
         halving = 2 if any(halves_columns(node) for node in epilogue) else 1
@@ -95,13 +98,20 @@ class PrefillGemm:
         columns = store_columns(self.finished.tile_n // halving, out_dtype.itemsize)
         self.staging = Staging(out_dtype, columns, STORE_BUFFERS, CONSUMERS)
         self.arriving = bulk_operand(config, epilogue, operand_dtypes, self.staging, aligned)
+        self.arriving_at = -1
+        if self.arriving is not None:
+            self.arriving_at = self.first_operand + self.operand_names.index(self.arriving)
         self.ring = Ring(config.stages, 4 * config.sharing, config.cluster)
         self.raster = Raster(
             config.tile_m, config.tile_n, config.cluster_m, config.cluster_n, config.group
         )
         self.sums = ReduceScatter(config.split, CONSUMERS * WARPGROUP, config.accumulators)
-        stage_bytes = (config.tile_m + config.tile_n) * K_TILE * dtype.itemsize
-        self.loads = PrefillLoads(config, self.ring, self.raster, pdl, stage_bytes)
+        stage_bytes = (config.tile_m + config.tile_n) * config.k * dtype.itemsize
+        self.scales: Any = None
+        if config.block_scaled:
+            self.scales = ScaleStages(config.tile_m, config.k, config.stages)
+            stage_bytes += self.scales.loaded_bytes
+        self.loads = PrefillLoads(config, self.ring, self.raster, pdl, stage_bytes, self.scales)
 
     @cute.jit
     def __call__(
@@ -117,41 +127,28 @@ class PrefillGemm:
 
         Args:
             x: (M, K), w: (N, K), rows of stride 1, pitch a multiple of 16 bytes; out: (M, N').
-            tensors: operands, then extra outputs, in the chain's order; ``(out,)`` for none.
+            tensors: x's and the weight's scales a block; the chain's operands, then its extra
+                outputs, in its order; ``(out,)`` for none.
         """
         cfg = self.config
         row_major = LayoutEnum.ROW_MAJOR
-        tiled_mma = sm90.make_trivial_tiled_mma(
-            self.element,
-            self.element,
-            OperandMajorMode.K,
-            OperandMajorMode.K,
-            Float32,
-            (cfg.sharing, 1, 1),
-            tiler_mn=(ROWS, cfg.tile_n),
-        )
-        shape = (cfg.tile_m, cfg.tile_n, K_TILE)
+        x, w = self.products.typed(x), self.products.typed(w)
+        tiled_mma = self.instructions()
+        shape = (cfg.tile_m, cfg.tile_n, cfg.k)
         x_layout = sm90.make_smem_layout_a(row_major, shape, self.element, cfg.stages)
         w_layout = sm90.make_smem_layout_b(row_major, shape, self.element, cfg.stages)
-        x_atom, x_tma = load_atom(x, x_layout, (cfg.tile_m, K_TILE), cfg.cluster_n)
-        w_atom, w_tma = load_atom(w, w_layout, (cfg.tile_n, K_TILE), cfg.cluster_m)
+        x_atom, x_tma = load_atom(x, x_layout, (cfg.tile_m, cfg.k), cfg.cluster_n)
+        w_atom, w_tma = load_atom(w, w_layout, (cfg.tile_n, cfg.k), cfg.cluster_m)
         s_layout = self.staging.layout()
         counts = self.raster.counts(cute.size(x, mode=[0]), cute.size(w, mode=[0]))
         clusters = cutlass.min(clusters, counts[0] * counts[1])
         result = self.staging.store_side(out, self.aligned)
         operand: tuple[Any, ...] = ()
         if const_expr(self.arriving is not None):
-            place = self.operand_names.index(self.arriving or "")
-            operand = BulkLoads.side(self.staging, tensors[place])
-        self.kernel(
-            (x_atom, x_tma, w_atom, w_tma, *operand),
-            result,
-            tensors,
-            tiled_mma,
-            x_layout,
-            w_layout,
-            s_layout,
-        ).launch(
+            operand = BulkLoads.side(self.staging, tensors[self.arriving_at])
+        scale_side = self.scales.atom(tensors[0]) if const_expr(cfg.block_scaled) else ()
+        sides = ((x_atom, x_tma, w_atom, w_tma), scale_side, operand, result)
+        self.kernel(*sides, tensors, tiled_mma, x_layout, w_layout, s_layout).launch(
             grid=[clusters * cfg.ctas, 1, 1],
             block=[THREADS, 1, 1],
             cluster=[cfg.ctas, 1, 1],
@@ -164,6 +161,8 @@ class PrefillGemm:
     def kernel(
         self,
         loaded: Any,
+        scale_side: Any,
+        operand: Any,
         result: Any,
         tensors: Any,
         tiled_mma: cute.TiledMma,
@@ -172,7 +171,7 @@ class PrefillGemm:
         s_layout: cute.ComposedLayout,
     ) -> None:
         cfg = self.config
-        x_atom, x, w_atom, w = loaded[:4]
+        x_atom, x, w_atom, w = loaded
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
@@ -205,6 +204,10 @@ class PrefillGemm:
             byte_alignment=1024,
             swizzle=s_layout.inner,
         )
+        s_scale = None
+        if const_expr(cfg.block_scaled):
+            s_scale = self.scales.buffer(smem)
+            scale_side = (*scale_side, s_scale)
         if thread == 0:
             if const_expr(cfg.split > 1):
                 self.sums.initialize(drained, received)
@@ -218,7 +221,11 @@ class PrefillGemm:
             cute.arch.setmaxregister_decrease(cfg.producer_registers)
             if warp == CONSUMERS * 4:
                 self.loads.run(
-                    (x_atom, x, s_x), (w_atom, w, s_w), (full, empty), (cluster, clusters, rank)
+                    (x_atom, x, s_x),
+                    (w_atom, w, s_w),
+                    scale_side,
+                    (full, empty),
+                    (cluster, clusters, rank),
                 )
             elif const_expr(self.pdl):
                 cute.arch.griddepcontrol_wait()
@@ -232,12 +239,13 @@ class PrefillGemm:
                 tiled_mma,
                 (x, s_x),
                 (w, s_w),
+                s_scale,
                 s_out,
                 result,
                 tensors,
                 (full, empty, drained, received, landed),
                 (cluster, clusters, rank),
-                loaded[4:],
+                operand,
             )
         if const_expr(cfg.cluster > 1):
             # A CTA's barriers must outlive the other's last arrival there.
@@ -250,6 +258,7 @@ class PrefillGemm:
         tiled_mma: cute.TiledMma,
         x_pair: Any,
         w_pair: Any,
+        s_scale: Any,
         s_out: cute.Tensor,
         result: Any,
         tensors: Any,
@@ -270,16 +279,17 @@ class PrefillGemm:
         m_size, n_size = cute.size(x, mode=[0]), cute.size(w, mode=[0])
         counts = self.raster.counts(m_size, n_size)
         tiles = counts[0] * counts[1]
-        _, k_tiles = k_span(cfg, cute.ceil_div(cute.size(x, mode=[1]), K_TILE), rank)
+        k_first, k_tiles = k_span(cfg, cute.ceil_div(cute.size(x, mode=[1]), cfg.k), rank)
 
         mma = tiled_mma.get_slice(group % cfg.sharing * WARPGROUP)
         frag_x = tiled_mma.make_fragment_A(mma.partition_A(s_x))
         frag_w = tiled_mma.make_fragment_B(mma.partition_B(s_w))
         shape = mma.partition_C(cute.make_identity_tensor((cfg.tile_m, cfg.tile_n))).shape
-        acc = cute.make_rmem_tensor(shape, Float32)
+        acc = cute.make_rmem_tensor(shape, self.products.accumulator)
         finished = acc
         if const_expr(cfg.split > 1):
-            finished = cute.make_rmem_tensor(cute.make_layout(self.sums.owned), Float32)
+            owned = cute.make_layout(self.sums.owned)
+            finished = cute.make_rmem_tensor(owned, self.products.accumulator)
         epilogue = PrefillEpilogue(
             self.finished,
             self._emission(tensors),
@@ -292,6 +302,7 @@ class PrefillGemm:
         )
 
         # Ping-pong: warpgroup g has every other tile of the CTA, from its g-th on.
+        first_row = group % cfg.sharing * ROWS + thread // 32 * 16 + thread % 32 // 4
         turns = CONSUMERS // cfg.sharing
         turn = group % turns
         iteration = turn * k_tiles
@@ -301,6 +312,7 @@ class PrefillGemm:
                 cute.arch.barrier_arrive(barrier_id=ORDER, number_of_threads=THREADS - WARPGROUP)
         for tile in cutlass.range(cluster + turn * clusters, tiles, turns * clusters, unroll=1):
             tile_m, tile_n = self.raster.locate(tile, counts, peer)
+            first_column = tile_n * cfg.tile_n
             if const_expr(cfg.split > 1):
                 tile_n = tile_n * cfg.split + rank
             # Pinned, or the compiler would divide only when the products are done.
@@ -316,18 +328,33 @@ class PrefillGemm:
             epilogue.first_chunks(at, filled)
             if const_expr(turns > 1):
                 cute.arch.barrier(barrier_id=ORDER + turn, number_of_threads=THREADS - WARPGROUP)
-            last = multiply(
-                self.ring, tiled_mma, acc, frag_x, frag_w, full, empty, iteration, k_tiles
-            )
+            if const_expr(cfg.block_scaled):
+                multiply_promoted(
+                    self.ring,
+                    ActivationRows(cfg.tile_n, cfg.blocks, cfg.sharing * ROWS),
+                    self.instructions,
+                    acc,
+                    frag_x,
+                    frag_w,
+                    (s_scale, tensors[1]),
+                    (first_row, first_column),
+                    (full, empty),
+                    iteration,
+                    (k_first, k_tiles),
+                )
+            else:
+                last = multiply(
+                    self.ring, tiled_mma, acc, frag_x, frag_w, full, empty, iteration, k_tiles
+                )
             if const_expr(turns > 1):
                 cute.arch.barrier_arrive(
                     barrier_id=ORDER + 1 - turn, number_of_threads=THREADS - WARPGROUP
                 )
             loaded = epilogue.first_operands(at)
             warpgroup.wait_group(0)
-            if const_expr(cfg.split == 1):
+            if const_expr(cfg.split == 1 and not cfg.block_scaled):
                 self.ring.release(empty + last)
-            else:
+            if const_expr(cfg.split > 1):
                 cute.arch.cluster_wait()
                 ring = Int32(s_x.iterator.toint())
                 self.sums.run(acc, finished, ring, drained, received, rank, cta_thread)
@@ -346,11 +373,16 @@ class PrefillGemm:
         atom, tensor = operand
         return BulkLoads(self.staging, atom, tensor, s_out, landed)
 
+    def instructions(self) -> cute.TiledMma:
+        """The instructions of the warpgroups that share a tile."""
+        return self.products.tiled_mma(self.config.sharing, ROWS, self.config.tile_n)
+
     def _emission(self, tensors: Any) -> ChainEmission:
-        count = len(self.operand_names)
+        first = self.first_operand
+        count = first + len(self.operand_names)
         return ChainEmission(
             self.epilogue,
-            dict(zip(self.operand_names, tensors[:count], strict=True)),
+            dict(zip(self.operand_names, tensors[first:count], strict=True)),
             dict(zip(self.output_names, tensors[count:], strict=False)),
             self.out_dtype,
             self.aligned,
@@ -362,28 +394,4 @@ def _pinned(value: Any) -> Any:
     """``value``, computed here and not where it is first used."""
     return cute.arch.inline_ptx(
         "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value]
-    )
-
-
-def prefill_arguments(
-    config: PrefillConfig,
-    epilogue: Epilogue,
-    dtype: torch.dtype,
-    out_dtype: torch.dtype,
-    operand_dtypes: tuple[torch.dtype | None, ...],
-    aligned: bool,
-) -> tuple[Any, ...]:
-    """The kernel of a configuration and chain, with the fake tensors to trace it on."""
-    gemm = PrefillGemm(config, epilogue, dtype, out_dtype, aligned, operand_dtypes=operand_dtypes)
-    tensors = chain_tensors(epilogue, operand_dtypes, out_dtype, gemm.arriving)
-    out = fake_tensor(STORAGE_DTYPES[out_dtype], 2, aligned=aligned)
-    element = CUTE_DTYPES[dtype]
-    return (
-        gemm,
-        fake_tensor(element, 2, aligned=True),
-        fake_tensor(element, 2, aligned=True),
-        out,
-        tuple(tensors) or (out,),
-        Int32(1),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
     )

@@ -1,4 +1,9 @@
-"""The CuTe DSL kernels as a GEMM provider; nothing here imports the DSL until a kernel compiles."""
+"""The CuTe DSL kernels as a GEMM provider; nothing here imports the DSL until a kernel compiles.
+
+They multiply bfloat16, float16, e4m3 and int8, and e4m3 with scales a block. How sums of 8-bit
+products are kept, and the error that this leaves in those of e4m3, is told in
+``fusedops.cutlass.products`` and ``fusedops.cutlass.promotion``.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fusedops.config import tuned_choices, tuning_key
+from fusedops.config.elements import BLOCK_FORMAT, PRODUCT_DTYPES, element_refusal
 from fusedops.errors import ConfigError
 from fusedops.problem import GemmProblem
 from fusedops.prologue import NO_PROLOGUE
@@ -17,8 +23,9 @@ from fusedops.providers.cutlass_kernel import Candidate
 from fusedops.providers.cutlass_prefill import prefill_candidate
 from fusedops.providers.cutlass_rules import first_refusal
 from fusedops.providers.gemm import GemmRun, register_gemm_provider
-from fusedops.providers.kernel_tensors import loaded, nothing, operands_read, written
+from fusedops.providers.kernel_tensors import as_bytes, loaded, nothing, operands_read, written
 from fusedops.providers.recent import note_written, settle, storages
+from fusedops.weight import Dense
 
 __all__ = [
     "CutlassProvider",
@@ -42,7 +49,7 @@ def _own_reason(problem: GemmProblem) -> str | None:
             f"loads x and w in bulk: addresses and row pitches must be multiples of {_LOAD_BYTES} "
             f"bytes, got multiples of {problem.aligned_bytes}"
         )
-    return None
+    return element_refusal(problem)
 
 
 def require_kernel_fits(problem: GemmProblem) -> None:
@@ -86,7 +93,10 @@ class CutlassProvider:
             return not_applicable(f"runs on CUDA tensors, got {problem.device_type}")
         if problem.arch != "sm_90a":
             return not_applicable(f"is compiled for sm_90a, got {problem.arch}")
-        return first_refusal(problem, _own_reason, choose_candidate) or SUPPORTED
+        refusal = first_refusal(
+            problem, _own_reason, choose_candidate, PRODUCT_DTYPES, (Dense.spec_name, BLOCK_FORMAT)
+        )
+        return refusal or SUPPORTED
 
     def describe(self, problem: GemmProblem) -> str:
         if 0 in (problem.m, problem.spec.n):
@@ -119,7 +129,7 @@ class CutlassProvider:
 
 
 def _load(matrix: Tensor) -> Tensor:
-    return loaded(matrix, _LOAD_BYTES)
+    return as_bytes(loaded(matrix, _LOAD_BYTES))
 
 
 def register() -> None:

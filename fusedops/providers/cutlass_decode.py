@@ -20,7 +20,7 @@ __all__ = ["DecodeCandidate", "decode_candidate", "decode_program"]
 def decode_program(problem: GemmProblem, tile: DecodeTile) -> DslProgram:
     """The decode kernel of a problem's chain and dtypes in one tiling; M, N and K stay dynamic."""
     spec = problem.spec
-    config = tile.config(problem.m, problem.x_dtype.itemsize, tile.norm_bytes(problem))
+    config = tile.problem_config(problem)
 
     def arguments() -> tuple[Any, ...]:
         from fusedops.cutlass.sm90_decode import decode_arguments

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+import fusedops.config.elements
 import fusedops.cutlass
 from fusedops.epilogue.spec import dtype_name
 from fusedops.jit.dsl import DslProgram
@@ -18,7 +19,8 @@ __all__ = ["Candidate", "Launch", "kernel_program"]
 
 Launch = Callable[[Tensor, Tensor, Tensor, Sequence[Tensor], Sequence[Tensor]], None]
 """``launch(x, w, out, operands, extra outputs)``: x (M, K), w (N, K), out (M, N'); operands along
-one axis are one-dimensional, others (M, width); 8-bit outputs are viewed as bytes."""
+one axis are one-dimensional, others (M, width); x, weights and outputs of 8 bits are viewed as
+bytes."""
 
 
 class Candidate(Protocol):
@@ -69,5 +71,5 @@ def kernel_program(
         f"| x {dtype_name(problem.x_dtype)} | operands {operand_names} | {config}"
     )
     nodes = {type(node) for node in spec.epilogue}
-    sources = python_sources(fusedops.cutlass, config_module, *nodes)
+    sources = python_sources(fusedops.cutlass, fusedops.config.elements, config_module, *nodes)
     return DslProgram(f"cutlass/{family}", text, sources, arguments)

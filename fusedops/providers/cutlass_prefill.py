@@ -37,7 +37,7 @@ def prefill_program(problem: GemmProblem, tile: PrefillTile, aligned: bool) -> D
     config = tile.problem_config(problem)
 
     def arguments() -> tuple[Any, ...]:
-        from fusedops.cutlass.sm90_prefill import prefill_arguments
+        from fusedops.cutlass.prefill_arguments import prefill_arguments
 
         return prefill_arguments(
             config, spec.epilogue, problem.x_dtype, spec.out_dtype, problem.operand_dtypes, aligned

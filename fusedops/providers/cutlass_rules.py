@@ -24,6 +24,8 @@ def first_refusal(
     problem: GemmProblem,
     own_reason: Callable[[GemmProblem], str | None],
     choose: Callable[[GemmProblem], object],
+    dtypes: tuple[torch.dtype, ...],
+    formats: tuple[str, ...] = (Dense.spec_name,),
 ) -> Support | None:
     """The first reason why a provider's kernels cannot serve a problem, or None if they can.
 
@@ -31,14 +33,18 @@ def first_refusal(
         problem: on a device that the provider's kernels are for.
         own_reason: what these kernels refuse beside what every CuTe DSL kernel does.
         choose: gives the tiling of a problem with M, N > 0, or raises ConfigError with the reasons.
+        dtypes: of x and the weight that these kernels multiply.
+        formats: of weights that they take, by the names that specs have for them.
 
     Raises:
         ConfigError: the file of measured choices is malformed.
     """
-    if not isinstance(problem.spec.weight, Dense):
+    if problem.spec.weight.spec_name not in formats:
         return unsupported(f"has no kernel for the weight format {problem.spec.weight}")
-    if problem.x_dtype not in (torch.bfloat16, torch.float16):
-        return unsupported(f"multiplies bfloat16 and float16, got {problem.x_dtype}")
+    if problem.x_dtype not in dtypes:
+        *others, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+        names = f"{', '.join(others)} and {last}"
+        return unsupported(f"multiplies {names}, got {problem.x_dtype}")
     reason = own_reason(problem)
     if reason is not None:
         return unsupported(reason)

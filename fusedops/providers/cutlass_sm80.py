@@ -23,6 +23,8 @@ from fusedops.providers.recent import note_written, settle, storages
 
 __all__ = ["CutlassSm80Provider", "mma_program", "register"]
 
+_DTYPES = (torch.bfloat16, torch.float16)
+
 _PAIR_BYTES = 8
 """Largest pair of neighbours that the epilogue accesses at once: two float32."""
 
@@ -71,7 +73,9 @@ class CutlassSm80Provider:
             return not_applicable(f"runs on CUDA tensors, got {problem.device_type}")
         if problem.arch not in DEVICES:
             return not_applicable(f"is compiled for {', '.join(DEVICES)}, got {problem.arch}")
-        refusal = refuse_prologue(problem) or first_refusal(problem, _own_reason, choose_mma)
+        refusal = refuse_prologue(problem) or first_refusal(
+            problem, _own_reason, choose_mma, _DTYPES
+        )
         return refusal or SUPPORTED
 
     def describe(self, problem: GemmProblem) -> str:

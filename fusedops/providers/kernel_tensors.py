@@ -7,13 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fusedops.config.elements import is_block_scaled
 from fusedops.epilogue.base import Axis
 from fusedops.errors import LayoutError
 from fusedops.problem import GemmSpec
 
-__all__ = ["loaded", "nothing", "operands_read", "written"]
+__all__ = ["as_bytes", "loaded", "nothing", "operands_read", "written"]
 
 _BYTE_DTYPES = (torch.float8_e4m3fn, torch.int8)
+_BULK_BYTES = 16
 _PITCH_ELEMENTS = 16
 """Row pitches of our choice are multiples of this: of 16 bytes in every dtype."""
 
@@ -41,11 +43,17 @@ def unit_stride(matrix: Tensor) -> Tensor:
 
 
 def operands_read(spec: GemmSpec, operands: Sequence[Tensor | None], m: int) -> list[Tensor]:
-    """The operands that are given: those of the result's shape as (m, columns), others flat."""
-    return [
-        _operand_read(operand.axis, tensor, m)
-        for operand, tensor in zip(spec.operands, operands, strict=True)
-        if tensor is not None
+    """The operands that are given: those of the result's shape as (m, columns), others flat.
+
+    Scales a block are matrices; those of x are loaded in bulk.
+    """
+    pairs = list(zip(spec.operands, operands, strict=True))
+    scales: list[Tensor] = []
+    if is_block_scaled(spec):
+        x_scale, w_scale = (given for _, given in pairs[:2] if given is not None)
+        scales, pairs = [_loaded_anywhere(x_scale), unit_stride(w_scale)], pairs[2:]
+    return scales + [
+        _operand_read(operand.axis, tensor, m) for operand, tensor in pairs if tensor is not None
     ]
 
 
@@ -73,9 +81,21 @@ def loaded(matrix: Tensor, align_bytes: int) -> Tensor:
     return view.new_empty((rows, pitch))[:, :columns].copy_(view)
 
 
+def _loaded_anywhere(matrix: Tensor) -> Tensor:
+    """``matrix`` with address and row pitch for bulk copies."""
+    view = loaded(matrix, _BULK_BYTES)
+    # A new tensor is aligned, and as dense as the pitch allows.
+    return loaded(view.clone(), _BULK_BYTES) if view.data_ptr() % _BULK_BYTES else view
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """``tensor``, one of an 8-bit dtype as bytes: not every release of torch hands e4m3 out."""
+    return tensor.view(torch.uint8) if tensor.dtype in _BYTE_DTYPES else tensor
+
+
 def written(result: Tensor, m: int) -> Tensor:
     """A result as (rows, columns), a view of the same memory; 8-bit ones as bytes."""
-    stored = result.view(torch.uint8) if result.dtype in _BYTE_DTYPES else result
+    stored = as_bytes(result)
     rows = stored if stored.dim() == 2 else stored.view(m, stored.shape[-1])
     if rows.shape[1] > 1 and rows.stride(1) != 1:
         raise LayoutError(

@@ -59,7 +59,9 @@ def run(provider: str, case: Case, out: list[Tensor] | None = None) -> list[Tens
 
 def test_cutlass_refuses_float32() -> None:
     case = make_case("none", 16, 272, 320, torch.float32, device="cuda")
-    with pytest.raises(fusedops.UnsupportedError, match="multiplies bfloat16 and float16"):
+    with pytest.raises(
+        fusedops.UnsupportedError, match="multiplies bfloat16, float16, float8_e4m3fn and int8"
+    ):
         run("cutlass", case)
 
 

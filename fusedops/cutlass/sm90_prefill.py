@@ -95,6 +95,9 @@ class PrefillGemm:
         columns = store_columns(self.finished.tile_n // halving, out_dtype.itemsize)
         self.staging = Staging(out_dtype, columns, STORE_BUFFERS, CONSUMERS)
         self.arriving = bulk_operand(config, epilogue, operand_dtypes, self.staging, aligned)
+        self.arriving_at = -1
+        if self.arriving is not None:
+            self.arriving_at = self.operand_names.index(self.arriving)
         self.ring = Ring(config.stages, 4 * config.sharing, config.cluster)
         self.raster = Raster(
             config.tile_m, config.tile_n, config.cluster_m, config.cluster_n, config.group
@@ -141,8 +144,7 @@ class PrefillGemm:
         result = self.staging.store_side(out, self.aligned)
         operand: tuple[Any, ...] = ()
         if const_expr(self.arriving is not None):
-            place = self.operand_names.index(self.arriving or "")
-            operand = BulkLoads.side(self.staging, tensors[place])
+            operand = BulkLoads.side(self.staging, tensors[self.arriving_at])
         self.kernel(
             (x_atom, x_tma, w_atom, w_tma, *operand),
             result,

@@ -214,7 +214,7 @@ def gemm(
     *,
     out_dtype: torch.dtype | None = None,
     prologue: Prologue | str | None = None,
-    weight: WeightFormat | None = None,
+    weight: WeightFormat | str | None = None,
     batch_invariant: bool = False,
     out: Tensor | Sequence[Tensor] | None = None,
 ) -> Tensor | list[Tensor]:
@@ -222,16 +222,18 @@ def gemm(
 
     Args:
         x: activations (..., K), K contiguous; float32, bf16, fp16, e4m3 or int8.
-        w: weight (N, K) as nn.Linear stores it, in x's dtype. It and a prologue's
-            ``norm_weight`` are read before the kernel ahead of this call has ended, unless a call
-            of fusedops made them just now (one more launch). A kernel of your own that allows
-            dependents to launch early must not write them right before this call.
+        w: weight (N, K) as nn.Linear stores it, in x's dtype, or as ``weight`` says. It and a
+            prologue's ``norm_weight`` are read before the kernel ahead of this call has ended,
+            unless a call of fusedops made them just now (one more launch). A kernel of your own
+            that allows dependents to launch early must not write them right before this call.
         epilogue: a chain or its text, e.g. ``"bias|act(silu)"``; see ``fusedops.epilogue``.
         operands: what the chain reads, by name or in the chain's order.
         out_dtype: float32, bf16, fp16, or e4m3 or int8, to which the result saturates; default:
             what the chain forces, else x's (bf16 for 8-bit x).
         prologue: e.g. ``"rms_norm(1e-05)"``, applied to x first.
-        weight: the weight's format; default: dense.
+        weight: the weight's format or its text; default: dense. A quantized one
+            (``fusedops.weight``: int4, int8_wo, fp8_wo, block_fp8) reads its scales and zero points
+            as operands, before the epilogue's: ``w_scale``, ``w_zero``, ``x_scale``.
         batch_invariant: a row's result is bit for bit the same whatever other rows x has: K is
             never split over CTAs, which narrow products at few rows gain most from.
             Not with a prologue or row statistics.
@@ -316,7 +318,7 @@ def explain(
     *,
     out_dtype: torch.dtype | None = None,
     prologue: Prologue | str | None = None,
-    weight: WeightFormat | None = None,
+    weight: WeightFormat | str | None = None,
     batch_invariant: bool = False,
 ) -> Explanation:
     """What ``gemm`` with these arguments would run, without running it; raises as it would."""

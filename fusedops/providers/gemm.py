@@ -14,7 +14,13 @@ from fusedops.epilogue.nodes import Bias, Gate, Residual
 from fusedops.errors import ShapeError
 from fusedops.problem import GemmProblem, GemmSpec
 from fusedops.prologue import NO_PROLOGUE
-from fusedops.providers.base import SUPPORTED, Support, not_applicable, unsupported
+from fusedops.providers.base import (
+    SUPPORTED,
+    Support,
+    current_policy,
+    not_applicable,
+    unsupported,
+)
 from fusedops.providers.epilogue_torch import finish
 from fusedops.weight import Dense, float_product, in_blocks
 
@@ -150,6 +156,12 @@ class ReferenceProvider:
     name = "reference"
 
     def supports(self, problem: GemmProblem) -> Support:
+        weight, is_asked_for = problem.spec.weight, current_policy().pinned == self.name
+        if problem.device_type == "cuda" and not isinstance(weight, Dense) and not is_asked_for:
+            return unsupported(
+                f"makes float32 values of all of a weight {weight} at every call, which takes "
+                "longer than the product with a 16-bit weight; use_provider('reference') runs it"
+            )
         return refuse_prologue(problem) or SUPPORTED
 
     def _direct(self, problem: GemmProblem) -> DirectForm | None:
@@ -205,12 +217,14 @@ def _row_by_row(
     m = len(rows)
 
     def of_row(operand: Operand, tensor: Tensor | None, i: int) -> Tensor | None:
-        if tensor is None or operand.axis not in ("m", "mn"):
+        if tensor is None or operand.axis not in ("m", "mn", "groups_m"):
             return tensor
+        if operand.axis == "groups_m":
+            return tensor[:, i : i + 1]
         flat = tensor.reshape(m, tensor.shape[-1]) if operand.axis == "mn" else tensor.reshape(-1)
         return flat[i : i + 1]
 
-    if w.dtype not in (torch.int8, torch.float32):
+    if isinstance(spec.weight, Dense) and w.dtype not in (torch.int8, torch.float32):
         # Once, not for every row; products of int8 are summed in float64.
         rows, w = rows.float(), w.float()
     for i in range(m):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fusedops.check import describe
 from fusedops.epilogue.base import FLOAT_DTYPES, Context, Operand
+from fusedops.epilogue.nodes import PACK
 from fusedops.epilogue.outputs import GROUP
 from fusedops.errors import ConfigError, DTypeError, LayoutError, ShapeError
 from fusedops.weight.base import ROWS_OF_X, WeightFormat, WeightOperand
@@ -269,7 +270,7 @@ class BlockFp8(QuantizedFormat):
         super().__post_init__()
         if self.rows not in ("plain", "gate_up"):
             raise ConfigError(f"block_fp8: rows={self.rows!r}; accepted are plain, gate_up.")
-        if self.rows == "gate_up" and self.n % 16:
+        if self.rows == "gate_up" and self.n % (2 * PACK):
             raise ConfigError(
                 f"block_fp8: N={self.n} with rows=gate_up; accepted are multiples of 16, as "
                 "fusedops.packing.pack_gate_up() gives them."
@@ -291,7 +292,7 @@ class BlockFp8(QuantizedFormat):
         """The row block of each row, int64 (N,)."""
         row = torch.arange(self.n, device=device)
         if self.rows == "gate_up":
-            return 2 * (row // (2 * GROUP)) + (row // 8) % 2
+            return 2 * (row // (2 * GROUP)) + (row // PACK) % 2
         return row // GROUP
 
     def operands(self) -> tuple[Operand, ...]:

@@ -29,10 +29,10 @@ from fusedops.errors import ConfigError
 from fusedops.ops.quantize import quantize
 from fusedops.weight import GROUP_SIZES
 
-__all__ = ["SCHEMES", "Scheme", "as_scheme", "scheme"]
+__all__ = ["SCHEMES", "UNQUANTIZED", "Scheme", "as_scheme", "scheme"]
 
-Stored = Literal["e4m3", "int8", "int4"]
-Sharing = Literal["tensor", "channel", "block", "group"]
+Stored = Literal["e4m3", "int8", "int4", "float"]
+Sharing = Literal["tensor", "channel", "block", "group", "none"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Scheme:
 
     Attributes:
         name: its name in ``SCHEMES``.
-        weight: what the weight's values are stored as.
+        weight: what the weight's values are stored as; ``float``: as they are.
         sharing: what of the weight shares a scale: all of it, a row (output channel), 128 x 128
             values, or ``group`` columns of a row.
         activation: what activations are quantized to, or None: they stay in 16 bits.
@@ -142,6 +142,10 @@ SCHEMES: Mapping[str, Scheme] = MappingProxyType(
 """Every scheme by name, with its default options."""
 
 
+UNQUANTIZED = Scheme("none", "float", "none")
+"""A layer whose weight stays in the model's dtype, beside others that are quantized."""
+
+
 def scheme(name: str, *, group: int | None = None, zero_points: bool | None = None) -> Scheme:
     """The scheme of that name, with other groups or with zero points where they are given.
 
@@ -158,6 +162,8 @@ def scheme(name: str, *, group: int | None = None, zero_points: bool | None = No
     return found if zero_points is None else replace(found, zero_points=zero_points)
 
 
-def as_scheme(value: Scheme | str) -> Scheme:
-    """``value``, or the scheme that it names; ConfigError for anything else."""
+def as_scheme(value: Scheme | str | None) -> Scheme:
+    """``value``, or the scheme that it names; None: unquantized. ConfigError for anything else."""
+    if value is None:
+        return UNQUANTIZED
     return value if isinstance(value, Scheme) else scheme(value)

@@ -79,6 +79,7 @@ def empty_weight(
 ) -> QuantizedWeight:
     """A weight of that form without values yet; ``dtype`` is that of an unquantized one."""
     stored = weight_format(scheme, n, k, rows=rows, layout=layout)
+    shape: tuple[int, ...]
     if isinstance(stored, GroupedFormat):
         shape, scale_dtype = (stored.groups, n), _scale_dtype(stored)
     elif isinstance(stored, BlockFp8):
@@ -138,7 +139,7 @@ class QuantizedWeight:
         if layout == stored.layout:
             return self
         new = replace(stored, layout=layout)
-        rows = stored.rows(self.weight)
+        rows = stored.in_rows(self.weight)
         weight = rows if layout == "rows" else to_tiles(rows, stored.k, layout)
         return replace(self, format=new, weight=weight)
 

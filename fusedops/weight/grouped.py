@@ -233,12 +233,12 @@ class Int4(GroupedFormat):
                 "to_tiles()."
             )
 
-    def rows(self, weight: Tensor) -> Tensor:
+    def in_rows(self, weight: Tensor) -> Tensor:
         """The stored weight in the layout ``rows``."""
         return weight if self.layout == "rows" else to_rows(weight, self.n, self.k, self.layout)
 
     def integers(self, weight: Tensor, operands: Mapping[str, Tensor | None]) -> Tensor:
-        q = unpack_nibbles(self.rows(weight), self.k).float()
+        q = unpack_nibbles(self.in_rows(weight), self.k).float()
         if self.zero == "none":
             return q - 8.0
         return q - self.by_column(self._operand(operands, "w_zero"))

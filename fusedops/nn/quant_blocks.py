@@ -114,6 +114,39 @@ class QuantGatedMLP(nn.Module):
         )
         return cls(first, second, intermediate)
 
+    @classmethod
+    def from_tensors(
+        cls,
+        tensors: Mapping[str, Tensor],
+        halves: Sequence[str],
+        down: str,
+        act: str,
+        schemes: Mapping[str, Scheme],
+    ) -> Self:
+        """Quantize ``<layer>.weight`` of the layers ``halves`` and ``down``, each by its scheme.
+
+        Biases are ``<layer>.bias``. ``halves`` are (gate, up), or one layer with gate above up.
+        """
+        weights: Sequence[Tensor] = [tensors[f"{name}.weight"] for name in halves]
+        biases: Sequence[Tensor | None] = [tensors.get(f"{name}.bias") for name in halves]
+        if len(halves) == 1:
+            weights = weights[0].chunk(2)
+            biases = (None, None) if biases[0] is None else biases[0].chunk(2)
+        (gate, up), (gate_bias, up_bias) = weights, biases
+        block = cls.from_weights(
+            gate,
+            up,
+            tensors[f"{down}.weight"],
+            schemes[halves[0]],
+            act,
+            gate_bias,
+            up_bias,
+            tensors.get(f"{down}.bias"),
+            down_scheme=schemes[down],
+        )
+        block.halves, block.down_name = tuple(halves), down
+        return block
+
     def forward(
         self,
         x: Tensor | QuantizedActivations,
@@ -206,6 +239,28 @@ class QuantMLP(nn.Module):
             name="down",
         )
         return cls(first, second)
+
+    @classmethod
+    def from_tensors(
+        cls,
+        tensors: Mapping[str, Tensor],
+        layers: tuple[str, str],
+        act: str,
+        schemes: Mapping[str, Scheme],
+    ) -> Self:
+        """Quantize ``<layer>.weight`` of the two layers, each by its scheme; biases are kept."""
+        up, down = layers
+        block = cls.from_weights(
+            tensors[f"{up}.weight"],
+            tensors[f"{down}.weight"],
+            schemes[up],
+            act,
+            tensors.get(f"{up}.bias"),
+            tensors.get(f"{down}.bias"),
+            down_scheme=schemes[down],
+        )
+        block.layers = layers
+        return block
 
     def forward(
         self,

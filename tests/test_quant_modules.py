@@ -295,7 +295,7 @@ def test_casting_a_model_leaves_quantized_tensors_alone(name: str) -> None:
         assert whole(x).dtype == torch.float16
 
 
-@every_scheme
+@pytest.mark.parametrize("name", ["fp8", "fp8-block", "int4"])
 def test_compiled_without_a_graph_break(name: str) -> None:
     torch.compiler.reset()
     mlp = MODULES["gated"](name)

@@ -18,10 +18,11 @@ from torch import Tensor
 from fusedops.check import require_bool, require_integer, require_updatable
 from fusedops.epilogue.chain import Epilogue
 from fusedops.epilogue.spec import forget_when_redefined
-from fusedops.errors import DeviceError
+from fusedops.errors import ConfigError, DeviceError
 from fusedops.jit.launch import device_arch
 from fusedops.ops.gemm_arguments import (
     as_epilogue,
+    as_format,
     as_prologue,
     cached_spec,
     form_of,
@@ -348,13 +349,15 @@ def explain_problem(
     epilogue: Epilogue | str | None = None,
     prologue: Prologue | str | None = None,
     out_dtype: torch.dtype | None = None,
+    weight: WeightFormat | str | None = None,
     batch_invariant: bool = False,
     device: str = "cpu",
 ) -> Explanation:
     """``explain`` for shapes instead of tensors; operands are taken to have the dtype they prefer.
 
     Raises:
-        ConfigError: a dimension is no integer or negative, or an option is not legal.
+        ConfigError: a dimension is no integer or negative, or an option is not legal, or the
+            weight's format is for another N and K.
         DTypeError: activations may not have that dtype.
         DeviceError: there is no such device, or CUDA is asked for and absent.
     """
@@ -363,7 +366,10 @@ def explain_problem(
     require_x_dtype(dtype)
     require_bool("explain", batch_invariant=batch_invariant)
     chain, ahead = as_epilogue(epilogue), as_prologue(prologue)
-    spec = cached_spec((n, k), chain, dtype, out_dtype, ahead, batch_invariant)
+    form = (n, k) if weight is None else as_format(weight)
+    spec = cached_spec(form, chain, dtype, out_dtype, ahead, batch_invariant)
+    if (spec.n, spec.k) != (n, k):
+        raise ConfigError(f"explain: weight is {spec.weight}; accepted: one of ({n},{k}).")
     spec.check_prologue(dtype)
     operand_dtypes = tuple(
         dtype if dtype in operand.dtypes else operand.dtypes[0] for operand in spec.operands

@@ -185,6 +185,16 @@ def test_qkv(name: str) -> None:
     assert_rounded_once(torch.cat([t.flatten(1) for t in got], 1), joint)
 
 
+@every_scheme
+def test_under_autocast_x_is_cast(name: str) -> None:
+    layer = QuantLinear.from_weights(weight(24, 64), normal(24), name)
+    x, norm = normal(3, 64, dtype=torch.float32), RMSNorm(64)
+    expected = layer(x.to(BF16)), layer(norm.normalize(x).to(BF16))
+    with torch.autocast("cpu", BF16):
+        got = layer(x), layer(x, norm=norm)
+    assert all(map(torch.equal, got, expected))
+
+
 # State
 
 
@@ -325,6 +335,10 @@ def test_errors_name_the_argument() -> None:
         broken = type(q)(q.scheme, q.format, q.weight, {"w_scale": scale})
         with pytest.raises(error, match=message):
             QuantLinear.from_quantized(broken)
+    asymmetric = quantize_weight(weight(24, 64), scheme("int4", zero_points=True))
+    asymmetric.scales["w_zero"][0, 3] = 17
+    with pytest.raises(ConfigError, match="w_zero holds 17; accepted are zero points 0 to 16"):
+        QuantLinear.from_quantized(asymmetric)
     with pytest.raises(ShapeError, match=r"bias has shape \(5,\); accepted: \(24,\)"):
         QuantLinear.from_quantized(q, torch.zeros(5))
     with pytest.raises(ConfigError, match="an activation or a gate, got both"):

@@ -24,8 +24,10 @@ from fusedops.errors import (
     UnsupportedError,
 )
 from fusedops.problem import GemmProblem, GemmSpec
-from fusedops.providers.base import choose, current_policy, use_provider
+from fusedops.providers.base import SUPPORTED, Support, choose, current_policy, use_provider
 from fusedops.providers.front import answer
+from fusedops.providers.gemm import product_8_bit
+from fusedops.providers.kernel_tensors import operands_read
 from fusedops.weight import BlockFp8, Dense, Fp8Weight, Int4, Int8Weight, WeightFormat, to_tiles
 
 E4M3 = torch.float8_e4m3fn
@@ -390,11 +392,52 @@ def test_no_gpu_call_dequantizes_unless_it_is_asked_to(form: WeightFormat) -> No
     def select() -> str:
         return choose("gemm", lambda name: answer(name, problem), current_policy())
 
-    with pytest.raises(UnsupportedError, match=r"float32 values of all of a weight") as caught:
+    with pytest.raises(
+        UnsupportedError, match=r"float32 values of all of the bf16 x and"
+    ) as caught:
         select()
     assert caught.value.reasons.keys() >= {"cublas", "reference"}
     with use_provider("reference"):
         assert select() == "reference"
+
+
+@pytest.mark.parametrize("dtype", [E4M3, torch.int8])
+@pytest.mark.parametrize("m", [1, 16, 17, 40])
+def test_cublas_products_of_8_bits(dtype: torch.dtype, m: int) -> None:
+    x = integers(-8, 8, m, 96, seed=m).to(dtype)
+    w = integers(-8, 8, 32, 96).to(dtype)
+    product = product_8_bit(x, w)
+    assert product.dtype == torch.float32
+    assert (floats(product) == floats(x) @ floats(w).T).all()
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "aligned", "reason"),
+    [
+        (64, 128, 16, None),
+        (64, 120, 16, "N and K multiples of 16, got M=16, N=64, K=120"),
+        (40, 128, 16, "N and K multiples of 16"),
+        (64, 128, 8, "row pitches are multiples of 16 bytes, got multiples of 8"),
+    ],
+)
+def test_cublas_serves_8_bits_where_it_can_and_nothing_else_does(
+    n: int, k: int, aligned: int, reason: str | None
+) -> None:
+    problem = replace(on_gpu(Dense(n, k), E4M3), aligned_bytes=aligned)
+    ours = {"cublas", "reference"}
+
+    def ask(name: str) -> Support | None:
+        return answer(name, problem) if name in ours else None
+
+    if reason is None:
+        assert choose("gemm", ask, current_policy()) == "cublas"
+        return
+    with pytest.raises(UnsupportedError) as caught:
+        choose("gemm", ask, current_policy())
+    assert reason in caught.value.reasons["cublas"]
+    assert "float32 values of all of the e4m3 x" in caught.value.reasons["reference"]
+    empty = replace(problem, m=0)
+    assert answer("reference", empty) == SUPPORTED
 
 
 def test_bytes_of_a_quantized_problem() -> None:
@@ -403,6 +446,26 @@ def test_bytes_of_a_quantized_problem() -> None:
     assert problem.minimum_bytes == weight + 16 * 256 * 2 + 16 * 64 * 2
     block = on_gpu(BlockFp8(256, 256), E4M3)
     assert block.minimum_bytes == 256 * 256 + 4 * 4 + 16 * 256 + 16 * 256 * 2
+
+
+def test_kernels_get_scales_of_groups_in_padded_rows() -> None:
+    form, _, _, operands = block_case(6, 256, 300)
+    spec = GemmSpec(form)
+    read = operands_read(spec, [operands[name] for name in spec.operand_names], 6)
+    assert [tuple(t.shape) for t in read] == [(3, 6), (6,)]
+    assert read[0].stride() == (8, 1)
+    assert read[0].data_ptr() == operands["x_scale"].data_ptr()
+
+
+def test_explain_takes_a_format() -> None:
+    text = str(fusedops.explain_problem(16, 64, 128, weight="int4(64,128,32)"))
+    assert "int4(64,128,32)" in text
+    assert "reference" in text
+    form, weight, operands = int4_case(64, 128, 32)
+    x = normal(16, 128).to(torch.bfloat16)
+    assert str(fusedops.explain(x, weight, None, operands, weight=form)) == text
+    with pytest.raises(ConfigError, match=r"int4\(64,128,32\); accepted: one of \(64,1\)"):
+        fusedops.explain_problem(16, 64, 1, weight="int4(64,128,32)")
 
 
 def test_an_operand_of_a_node_has_no_axis_of_weights() -> None:

@@ -15,6 +15,7 @@ from fusedops.check import (
     require_tensor,
 )
 from fusedops.epilogue.base import FLOAT_DTYPES
+from fusedops.errors import ConfigError
 from fusedops.nn.base import autocast_dtype, require_bias, require_sizes, run_gemm
 from fusedops.nn.norm import RMSNorm, require_norm
 from fusedops.nn.quant_state import QuantState
@@ -157,6 +158,11 @@ class QuantLinear(QuantState):
             require_same_device(op, "weight", stored.weight, **{name: given})
             wide = given.float() if empty.dtype == torch.float32 else given
             scales[name] = wide.reshape(shape)
+        zero = scales.get("w_zero")
+        if zero is not None and zero.numel() and not zero.is_meta and int(zero.max()) > 16:
+            raise ConfigError(
+                f"{op}: w_zero holds {int(zero.max())}; accepted are zero points 0 to 16."
+            )
         if input_scale is not None:
             require_tensor(op, "input_scale", input_scale)
             require_dtype(op, "input_scale", input_scale, (torch.float32,))

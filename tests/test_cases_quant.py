@@ -11,10 +11,21 @@ from quant_oracle import floats, int4_values
 from torch import Tensor
 
 import fusedops
+from fusedops.epilogue import Epilogue
+from fusedops.epilogue.base import FLOAT32_ROUNDOFF
 from fusedops.errors import ConfigError, DTypeError, ShapeError
 from fusedops.nn import QuantLinear
+from fusedops.problem import GemmSpec
 from fusedops.quant import SCHEMES, quantize_weight, scheme
-from fusedops.weight import BlockFp8, Fp8Weight, Int4, Int8Weight, WeightFormat, pack_nibbles
+from fusedops.weight import (
+    BlockFp8,
+    Dense,
+    Fp8Weight,
+    Int4,
+    Int8Weight,
+    WeightFormat,
+    pack_nibbles,
+)
 
 E4M3 = torch.float8_e4m3fn
 every_scheme = pytest.mark.parametrize("name", SCHEMES)
@@ -159,6 +170,25 @@ def test_b20_very_large_k_of_int8_leaves_nothing_out() -> None:
     y = fusedops.gemm(x, w, out_dtype=torch.float32)
     exact = torch.tensor([[-127 * 127 * k, 127 * 127 * k]])
     assert torch.equal(y, exact.float())
+
+
+@pytest.mark.parametrize("k", [64, 65_536])
+@pytest.mark.parametrize("dtype", ["e4m3", "int8"])
+def test_rowwise_products_are_within_their_bound_at_any_k(dtype: str, k: int) -> None:
+    m, n = 3, 4
+    (x, x_scale), (w, w_scale) = (
+        fusedops.quantize(normal(rows, k, seed=rows), dtype) for rows in (m, n)
+    )
+    operands = {"x_scale": x_scale, "w_scale": w_scale, "bias": normal(n)}
+    chain = "scale(x_scale,m)|scale(w_scale,n)|bias"
+    y = fusedops.gemm(x, w, chain, operands, out_dtype=torch.float16)
+    spec = GemmSpec(Dense(n, k), Epilogue.parse(chain), torch.float16)
+    accumulator = x.double() @ w.double().t()
+    own = (x.double().abs() @ w.double().abs().t()) * 8 * k**0.5 * FLOAT32_ROUNDOFF
+    context = spec.context([operands[name].double() for name in spec.operand_names], m)
+    bound = spec.epilogue.error_bound(accumulator, own, context)
+    exact = accumulator * x_scale.double()[:, None] * w_scale.double() + operands["bias"].double()
+    assert ((y.double() - exact).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("group", [32, 64, 128, 0])

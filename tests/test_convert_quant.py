@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -212,6 +213,18 @@ def test_b86_a_tied_embedding_stays_bitwise(policy: str, lm_head: bool) -> None:
     else:
         assert head.weight is embedding
     assert torch.isfinite(logits(model, tokens())).all()
+
+
+def test_b86_a_checkpoint_of_a_quantized_head_reloads(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    model, other = (
+        build("llama", seed, tie_word_embeddings=True, num_hidden_layers=1) for seed in (0, 1)
+    )
+    for each in (model, other):
+        convert(each, "int4", lm_head=True)
+    model.save_pretrained(tmp_path)
+    other.load_state_dict(safetensors.load_file(tmp_path / "model.safetensors"))
+    assert torch.equal(logits(other, tokens()), logits(model, tokens()))
 
 
 def test_the_output_embedding_may_have_a_scheme_of_its_own() -> None:

@@ -18,10 +18,11 @@ from torch import Tensor
 from fusedops.check import require_bool, require_integer, require_updatable
 from fusedops.epilogue.chain import Epilogue
 from fusedops.epilogue.spec import forget_when_redefined
-from fusedops.errors import DeviceError
+from fusedops.errors import ConfigError, DeviceError
 from fusedops.jit.launch import device_arch
 from fusedops.ops.gemm_arguments import (
     as_epilogue,
+    as_format,
     as_prologue,
     cached_spec,
     form_of,
@@ -214,7 +215,7 @@ def gemm(
     *,
     out_dtype: torch.dtype | None = None,
     prologue: Prologue | str | None = None,
-    weight: WeightFormat | None = None,
+    weight: WeightFormat | str | None = None,
     batch_invariant: bool = False,
     out: Tensor | Sequence[Tensor] | None = None,
 ) -> Tensor | list[Tensor]:
@@ -222,16 +223,18 @@ def gemm(
 
     Args:
         x: activations (..., K), K contiguous; float32, bf16, fp16, e4m3 or int8.
-        w: weight (N, K) as nn.Linear stores it, in x's dtype. It and a prologue's
-            ``norm_weight`` are read before the kernel ahead of this call has ended, unless a call
-            of fusedops made them just now (one more launch). A kernel of your own that allows
-            dependents to launch early must not write them right before this call.
+        w: weight (N, K) as nn.Linear stores it, in x's dtype, or as ``weight`` says. It and a
+            prologue's ``norm_weight`` are read before the kernel ahead of this call has ended,
+            unless a call of fusedops made them just now (one more launch). A kernel of your own
+            that allows dependents to launch early must not write them right before this call.
         epilogue: a chain or its text, e.g. ``"bias|act(silu)"``; see ``fusedops.epilogue``.
         operands: what the chain reads, by name or in the chain's order.
         out_dtype: float32, bf16, fp16, or e4m3 or int8, to which the result saturates; default:
             what the chain forces, else x's (bf16 for 8-bit x).
         prologue: e.g. ``"rms_norm(1e-05)"``, applied to x first.
-        weight: the weight's format; default: dense.
+        weight: the weight's format or its text; default: dense. A quantized one
+            (``fusedops.weight``: int4, int8_wo, fp8_wo, block_fp8) reads its scales and zero points
+            as operands, before the epilogue's: ``w_scale``, ``w_zero``, ``x_scale``.
         batch_invariant: a row's result is bit for bit the same whatever other rows x has: K is
             never split over CTAs, which narrow products at few rows gain most from.
             Not with a prologue or row statistics.
@@ -316,7 +319,7 @@ def explain(
     *,
     out_dtype: torch.dtype | None = None,
     prologue: Prologue | str | None = None,
-    weight: WeightFormat | None = None,
+    weight: WeightFormat | str | None = None,
     batch_invariant: bool = False,
 ) -> Explanation:
     """What ``gemm`` with these arguments would run, without running it; raises as it would."""
@@ -346,13 +349,15 @@ def explain_problem(
     epilogue: Epilogue | str | None = None,
     prologue: Prologue | str | None = None,
     out_dtype: torch.dtype | None = None,
+    weight: WeightFormat | str | None = None,
     batch_invariant: bool = False,
     device: str = "cpu",
 ) -> Explanation:
     """``explain`` for shapes instead of tensors; operands are taken to have the dtype they prefer.
 
     Raises:
-        ConfigError: a dimension is no integer or negative, or an option is not legal.
+        ConfigError: a dimension is no integer or negative, or an option is not legal, or the
+            weight's format is for another N and K.
         DTypeError: activations may not have that dtype.
         DeviceError: there is no such device, or CUDA is asked for and absent.
     """
@@ -361,7 +366,10 @@ def explain_problem(
     require_x_dtype(dtype)
     require_bool("explain", batch_invariant=batch_invariant)
     chain, ahead = as_epilogue(epilogue), as_prologue(prologue)
-    spec = cached_spec((n, k), chain, dtype, out_dtype, ahead, batch_invariant)
+    form = (n, k) if weight is None else as_format(weight)
+    spec = cached_spec(form, chain, dtype, out_dtype, ahead, batch_invariant)
+    if (spec.n, spec.k) != (n, k):
+        raise ConfigError(f"explain: weight is {spec.weight}; accepted: one of ({n},{k}).")
     spec.check_prologue(dtype)
     operand_dtypes = tuple(
         dtype if dtype in operand.dtypes else operand.dtypes[0] for operand in spec.operands

@@ -325,7 +325,6 @@ class GemmProblem:
     @property
     def minimum_bytes(self) -> int:
         """Bytes that must cross the memory bus: x, weight and result once each."""
-        element = self.x_dtype.itemsize
-        weights = self.spec.n * self.spec.k * element
-        activations = self.m * self.spec.k * element
+        weights = self.spec.weight.stored_bytes(self.x_dtype)
+        activations = self.m * self.spec.k * self.x_dtype.itemsize
         return weights + activations + self.m * self.spec.out_n * self.spec.out_dtype.itemsize

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from block_fp8 import BlockFp8
 from test_cutlass_8bit import TILES, problem_of, sass_of
 from test_cutlass_compile import needs_dsl
 
@@ -28,6 +27,7 @@ from fusedops.problem import GemmProblem, GemmSpec
 from fusedops.providers.cutlass import CutlassProvider, choose_candidate, decode_program
 from fusedops.providers.cutlass_sm80 import CutlassSm80Provider
 from fusedops.providers.kernel_tensors import operands_read
+from fusedops.weight import BlockFp8, Int4
 
 E4M3 = torch.float8_e4m3fn
 SHARED_BYTES = 227 * 1024
@@ -193,6 +193,11 @@ def test_providers_say_what_formats_they_take() -> None:
     assert CutlassProvider().supports(block_problem("bias", 16)).ok
     wrong = CutlassProvider().supports(block_problem("bias", 16, torch.int8))
     assert "blocks of float8_e4m3fn only" in wrong.reason
+    gated = block_problem("gate", 16)
+    packed = replace(gated, spec=replace(gated.spec, weight=BlockFp8(4096, 4096, "gate_up")))
+    assert "no kernel for blocks of interleaved rows" in CutlassProvider().supports(packed).reason
+    int4 = replace(gated, spec=replace(gated.spec, weight=Int4(4096, 4096)))
+    assert "no kernel for the weight format int4" in CutlassProvider().supports(int4).reason
     ampere = CutlassSm80Provider().supports(block_problem("bias", 16))
     assert "no kernel for the weight format block_fp8(4096,4096)" in ampere.reason
 

@@ -18,7 +18,7 @@ GEMM = (
     *("fusedops/cutlass/sm90_decode.py", "fusedops/cutlass/exchange.py", "fusedops/gemm.py"),
     *("fusedops/config/files.py", "fusedops/epilogue/chain.py", "fusedops/jit/dsl.py"),
     *("cutlass_configs/sm90.toml", "cutlass_configs/tuned/nvidia_h200.json"),
-    *("fusedops/weight.py", "fusedops/providers/cutlass_decode.py"),
+    *("fusedops/weight/dense.py", "fusedops/providers/cutlass_decode.py"),
 )
 """Some of what every product depends on."""
 

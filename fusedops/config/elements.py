@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from fusedops.epilogue.outputs import GROUP
 from fusedops.problem import GemmProblem, GemmSpec
+from fusedops.weight import BlockFp8
 
 __all__ = [
-    "BLOCK_FORMAT",
     "LARGEST_INT8_K",
     "PRODUCT_DTYPES",
     "SCALE_BLOCK",
@@ -23,20 +24,16 @@ PRODUCT_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8
 LARGEST_INT8_K = (2**31 - 1) // (128 * 128)
 """Products of int8 that an int32 accumulator surely holds: each is at most 128 * 128."""
 
-SCALE_BLOCK = 128
+SCALE_BLOCK = GROUP
 """Rows of the weight, and columns of K, that share a scale of the block format."""
-
-BLOCK_FORMAT = "block_fp8"
-"""The weight format with scales a block, as specs name it."""
 
 
 def is_block_scaled(spec: GemmSpec) -> bool:
     """Whether x has a scale for 1 x 128 elements and the weight one for 128 x 128.
 
-    They are the format's first two operands: (ceil(K / 128), M) with rows that start at multiples
-    of 16 bytes, and (ceil(N / 128), ceil(K / 128)), float32.
+    They are the spec's first two operands, see ``fusedops.weight.BlockFp8``.
     """
-    return spec.weight.spec_name == BLOCK_FORMAT
+    return isinstance(spec.weight, BlockFp8)
 
 
 def scale_bytes(rows: int, k: int) -> int:
@@ -46,8 +43,12 @@ def scale_bytes(rows: int, k: int) -> int:
 
 def element_refusal(problem: GemmProblem) -> str | None:
     """Why the kernels cannot multiply the elements of ``problem``, or None if they can."""
-    if is_block_scaled(problem.spec) and problem.x_dtype != torch.float8_e4m3fn:
-        return f"multiplies blocks of float8_e4m3fn only, got {problem.x_dtype}"
+    weight = problem.spec.weight
+    if isinstance(weight, BlockFp8):
+        if problem.x_dtype != torch.float8_e4m3fn:
+            return f"multiplies blocks of float8_e4m3fn only, got {problem.x_dtype}"
+        if weight.rows != "plain":
+            return f"has no kernel for blocks of interleaved rows, got {weight}"
     if problem.x_dtype == torch.int8 and problem.spec.k > LARGEST_INT8_K:
         return (
             f"adds products of int8 up in int32, which holds the sums of K <= {LARGEST_INT8_K}, "

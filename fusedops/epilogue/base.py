@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -38,9 +38,10 @@ FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ANY_COUNT = -1
 """Stands in an accepted shape for any number from 1 on."""
 
-Axis = Literal["scalar", "m", "n", "mn", "k", "parts_m"]
+Axis = Literal["scalar", "m", "n", "mn", "k", "parts_m", "weight", "groups_m"]
 """How an operand runs along the GEMM: M rows, N columns (of the node's input), K, or partial
-row statistics of shape (parts, M)."""
+row statistics of shape (parts, M). Weight formats have two more, whose shapes they state: what
+belongs to the weight alone, and scales of x of shape (groups along K, M)."""
 
 
 def _require_name(what: str, name: object) -> None:
@@ -73,6 +74,8 @@ class Operand:
         ConfigError: a field is not as described.
     """
 
+    axes: ClassVar[tuple[str, ...]] = ("scalar", "m", "n", "mn", "k", "parts_m")
+    stated_by: ClassVar[str] = "the epilogue"
     name: str
     axis: Axis
     dtypes: tuple[torch.dtype, ...] = (torch.float32,)
@@ -81,8 +84,8 @@ class Operand:
     def __post_init__(self) -> None:
         _require_name("operand", self.name)
         who = f"operand {self.name!r}"
-        if self.axis not in get_args(Axis):
-            accepted = ", ".join(get_args(Axis))
+        if self.axis not in self.axes:
+            accepted = ", ".join(self.axes)
             raise ConfigError(f"{who}: axis is {self.axis!r}; accepted are {accepted}.")
         _require_dtypes(who, self.dtypes)
         require_bool(who, optional=self.optional)
@@ -104,6 +107,8 @@ class Operand:
                 return ((*m_shape, n),)
             case "parts_m":
                 return ((_ANY_COUNT, m),)
+            case _:
+                return ()
 
     def check(
         self, op: str, tensor: Tensor, m_shape: tuple[int, ...], m: int, n: int, k: int
@@ -126,7 +131,7 @@ class Operand:
         names = names.replace(f"({_ANY_COUNT},", "(parts >= 1,")
         raise ShapeError(
             f"{op}: operand {self.name!r} has shape {shape}; accepted: {names} "
-            f"(axis {self.axis!r}, M={m}, N={n}, K={k}). Reshape it, or change the epilogue."
+            f"(axis {self.axis!r}, M={m}, N={n}, K={k}). Reshape it, or change {self.stated_by}."
         )
 
     def view(self, tensor: Tensor, m: int, n: int) -> Tensor:

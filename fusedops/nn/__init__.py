@@ -5,6 +5,8 @@ from __future__ import annotations
 from fusedops.nn.convert import convert
 from fusedops.nn.linear import FusedGatedMLP, FusedLinear, FusedMLP, FusedQKV
 from fusedops.nn.norm import LayerNorm, RMSNorm
+from fusedops.nn.quant_blocks import QuantGatedMLP, QuantMLP, QuantQKV
+from fusedops.nn.quant_linear import QuantizedActivations, QuantLinear
 from fusedops.nn.report import ConversionReport, ConvertedModule, SkippedModule
 
 __all__ = [
@@ -15,6 +17,11 @@ __all__ = [
     "FusedMLP",
     "FusedQKV",
     "LayerNorm",
+    "QuantGatedMLP",
+    "QuantLinear",
+    "QuantMLP",
+    "QuantQKV",
+    "QuantizedActivations",
     "RMSNorm",
     "SkippedModule",
     "convert",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -28,6 +30,7 @@ __all__ = [
     "require_sizes",
     "require_weights",
     "run_dense",
+    "run_gemm",
 ]
 
 # Looked up once: the three attribute reads cost a tenth of a small call.
@@ -124,6 +127,34 @@ def run_dense(
             _require_tensors(x, operands)
         raise
     return result
+
+
+def run_gemm(
+    x: Tensor,
+    weight: Tensor,
+    form: str,
+    epilogue: str,
+    operands: Mapping[str, Tensor | None],
+    out_dtype: torch.dtype | None,
+    prologue: str | None = None,
+) -> list[Tensor]:
+    """All results of ``fusedops::gemm`` with a weight in any format; strided x is copied first.
+
+    Args:
+        x, weight, epilogue, out_dtype, prologue: as in ``fusedops.gemm``.
+        form: the weight format's text.
+        operands: by name; more than the product reads may be given.
+    """
+    try:
+        if x.stride(-1) != 1 and x.shape[-1] > 1:
+            x = x.contiguous()
+        spec, names = spec_text(form, epilogue, x.dtype, out_dtype, prologue)
+        results: list[Tensor] = _OP_GEMM(x, weight, [operands.get(name) for name in names], spec)
+    except (AttributeError, IndexError, RuntimeError, TypeError) as error:
+        if not isinstance(error, FusedOpsError):
+            _require_tensors(x, [operands.get("residual")])
+        raise
+    return results
 
 
 def _require_tensors(x: Tensor, operands: list[Tensor | None]) -> None:

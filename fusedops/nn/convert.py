@@ -7,8 +7,7 @@ names and hooks; everything else stays the model's own code.
 from __future__ import annotations
 
 import math
-from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +15,11 @@ from torch import Tensor, nn
 from fusedops.check import require_bool, require_choice
 from fusedops.errors import ConfigError, DeviceError, UnsupportedError
 from fusedops.nn.families import Family, accepted_model_types, family_of
-from fusedops.nn.linear import FusedGatedMLP, FusedLinear, FusedMLP, FusedQKV
-from fusedops.nn.norm import LayerNorm, RMSNorm
-from fusedops.nn.report import ConversionReport, ConvertedModule, SkippedModule
-from fusedops.nn.rules import LINEAR, Rule, Setting, is_adapter, set_data
+from fusedops.nn.planner import Planner
+from fusedops.nn.quant_linear import QuantLinear
+from fusedops.nn.report import ConversionReport, ConvertedModule, scheme_text
+from fusedops.nn.rules_setting import Setting, set_data
+from fusedops.quant import SCHEMES, Scheme, as_scheme
 
 __all__ = ["POLICIES", "convert"]
 
@@ -31,11 +31,15 @@ POLICIES: dict[str, torch.dtype | None] = {
 }
 """What ``convert`` casts parameters to, by policy; ``keep`` casts nothing."""
 
-_FUSED = (FusedLinear, FusedGatedMLP, FusedMLP, FusedQKV, LayerNorm, RMSNorm)
-
 
 def convert(
-    model: nn.Module, policy: str = "bf16", *, lm_head: bool = False, strict: bool = True
+    model: nn.Module,
+    policy: str | Scheme = "bf16",
+    *,
+    quantize: str | Scheme | None = None,
+    overrides: Mapping[str, str | Scheme | None] | None = None,
+    lm_head: bool = False,
+    strict: bool = True,
 ) -> ConversionReport:
     """Replace a model's norms, MLPs and linear layers by fused modules, in place.
 
@@ -62,6 +66,16 @@ def convert(
     * layers wrapped by an adapter (LoRA) are left alone with all inside them, and so is an MLP
       around one. A converted linear layer is an ``nn.Linear`` and can be wrapped later.
 
+    Quantized layers (``fusedops.quant``) are made from the cast weights by round-to-nearest, with
+    dynamic scales of activations. For them,
+
+    * a projection becomes a ``QuantLinear`` and an MLP a ``QuantGatedMLP`` or ``QuantMLP``, biases
+      kept; norms and embeddings stay in 16 bits;
+    * ``state_dict()`` holds the quantized weights and their scales, under the names of those
+      modules; a model converted alike loads it, and one of the unconverted model too;
+    * a quantized output embedding that was tied is tied no more: the input embedding stays as it
+      is, bit for bit, and ``config.tie_word_embeddings`` becomes False.
+
     A second call finds nothing to replace. A model that is refused is left unchanged. The mode
     around the call does not matter: parameters made under ``torch.inference_mode()`` stay such,
     which only that mode can change later, and others stay ordinary ones.
@@ -70,8 +84,15 @@ def convert(
         model: in evaluation mode, with its weights loaded. Buffers keep their dtype: rotary
             frequencies need float32.
         policy: ``bf16``, ``fp16`` or ``fp32`` cast every floating-point parameter; ``keep`` casts
-            none.
-        lm_head: also convert the output embedding; a tie to the input embedding is kept.
+            none. A scheme or its name (``fp8``, ``fp8-block``, ``int8``, ``int4``, ``w4a8``, ...)
+            stands for ``bf16`` with ``quantize`` = that scheme.
+        quantize: the scheme of linear layers; None: they stay unquantized.
+        overrides: schemes by the names of layers in the unconverted model, with the wildcards of
+            ``fnmatch``, e.g. ``{"*.down_proj": "int8", "model.layers.0.*": None}``; the first that
+            matches counts, None leaves a layer unquantized. Layers that become one kernel (gate and
+            up) need one scheme.
+        lm_head: also convert the output embedding; a tie to the input embedding is kept, unless it
+            is quantized.
         strict: False accepts any model: of one that belongs to no family, the plain ``nn.Linear``
             layers are converted and nothing else.
 
@@ -79,12 +100,22 @@ def convert(
         a report of what was replaced, and what was left alone for which reason.
 
     Raises:
-        ConfigError: unknown policy, ``lm_head`` or ``strict`` is no bool, model in training mode,
-            no output embedding to convert, or a parameter that the policy's dtype cannot hold.
+        ConfigError: unknown policy or scheme, ``lm_head`` or ``strict`` is no bool, model in
+            training mode, no output embedding to convert, a parameter that the policy's dtype
+            cannot hold or a weight to quantize with NaN or infinities, an override that matches no
+            layer, or two schemes in one kernel.
         DeviceError: parameters are on the meta device, so they have no values yet.
         UnsupportedError: the model belongs to no family (and ``strict``), or is quantized.
     """
-    require_choice("convert", "policy", policy, tuple(POLICIES))
+    given = str(policy)
+    if isinstance(policy, Scheme) or policy in SCHEMES:
+        if quantize is not None:
+            raise ConfigError(
+                f"convert: policy={given!r} is a scheme and quantize={quantize!r} is given; "
+                "accepted: one of them. Name the dtype of the rest as policy, e.g. bf16."
+            )
+        policy, quantize = "bf16", policy
+    require_choice("convert", "policy", policy, (*POLICIES, *SCHEMES))
     require_bool("convert", lm_head=lm_head, strict=strict)
     config = getattr(model, "config", None)
     family = family_of(getattr(config, "model_type", None))
@@ -97,11 +128,42 @@ def convert(
         )
     dtype = POLICIES[policy]
     home = family.home if family else None
-    setting = Setting(config, dtype, dtype or _model_dtype(model), home)
-    planner = _Planner(family, setting, head, lm_head)
+    setting = Setting(
+        config,
+        dtype,
+        dtype or _model_dtype(model),
+        home,
+        as_scheme(quantize),
+        _as_overrides(overrides),
+    )
+    planner = Planner(family, setting, head, lm_head)
     planner.visit("", model)
+    planner.require_matches()
     _require_in_range(model, policy, setting)
-    return _apply(model, policy, planner)
+    planner.require_finite()
+    was_tied = head is not None and _is_tied(model, head)
+    report = _apply(model, given, planner)
+    if was_tied and isinstance(_output_embedding(model), QuantLinear) and config is not None:
+        config.tie_word_embeddings = False
+    return report
+
+
+def _as_overrides(overrides: object) -> tuple[tuple[str, Scheme], ...]:
+    if overrides is None:
+        return ()
+    if not isinstance(overrides, Mapping) or not all(isinstance(key, str) for key in overrides):
+        raise ConfigError(
+            f"convert: overrides is {overrides!r}; accepted: schemes by the names of layers, e.g. "
+            '{"*.down_proj": "int8"}, or None.'
+        )
+    return tuple((pattern, as_scheme(value)) for pattern, value in overrides.items())
+
+
+def _is_tied(model: nn.Module, head: nn.Module) -> bool:
+    find = getattr(model, "get_input_embeddings", None)
+    embedding = find() if callable(find) else None
+    own = head._parameters.get("weight")
+    return own is not None and embedding is not None and embedding._parameters.get("weight") is own
 
 
 def _check(model: nn.Module, family: Family | None, strict: bool) -> None:
@@ -177,103 +239,7 @@ def _model_dtype(model: nn.Module) -> torch.dtype:
     return torch.get_default_dtype()
 
 
-@dataclass
-class _Planner:
-    """Walks over a model and decides what to replace, changing nothing.
-
-    Attributes:
-        family: None looks for plain linear layers only.
-        setting: what rules need to know.
-        head: the output embedding, or None.
-        convert_head: whether it is to be replaced.
-        planned: (path, module, rule) of what is to be replaced, in the model's order.
-        skipped: what stays.
-    """
-
-    family: Family | None
-    setting: Setting
-    head: nn.Module | None
-    convert_head: bool
-    planned: list[tuple[str, nn.Module, Rule]] = field(default_factory=list)
-    skipped: list[SkippedModule] = field(default_factory=list)
-    _seen: set[nn.Module] = field(default_factory=set)
-
-    def visit(self, path: str, module: nn.Module, is_linear: bool = False) -> None:
-        """Plan ``module`` and all below it; ``is_linear``: its parent's rule names it a layer."""
-        if module in self._seen:
-            return
-        self._seen.add(module)
-        reason = self._reason_to_stay(module)
-        if reason is not None:
-            self._skip(path, module, reason)
-            return
-        rule = self._rule(module, is_linear)
-        if rule is not None and rule.replaces:
-            reason = rule.obstacle(module, self.setting)
-            if reason is None:
-                self._plan(path, module, rule)
-                return
-            self._skip(path, module, reason)
-        elif _has_own_work(module):
-            self._skip(path, module, self._unknown(module))
-        for name, child in module.named_children():
-            self.visit(
-                f"{path}.{name}" if path else name,
-                child,
-                rule is not None and name in rule.linears,
-            )
-
-    def take(self) -> deque[tuple[str, nn.Module, Rule]]:
-        """What is planned, which the planner forgets: it must not keep old weights alive."""
-        planned = deque(self.planned)
-        self.planned.clear()
-        self._seen.clear()
-        return planned
-
-    def _reason_to_stay(self, module: nn.Module) -> str | None:
-        """Why ``module`` and all below it stay, whatever the rules say, or None."""
-        if isinstance(module, _FUSED):
-            return "already converted"
-        if is_adapter(module):
-            return "an adapter (LoRA) wraps its layer; merge it into the layer to convert it"
-        if module is self.head and not self.convert_head:
-            return "the output embedding; lm_head=True converts it"
-        return None
-
-    def _rule(self, module: nn.Module, is_linear: bool) -> Rule | None:
-        if is_linear or module is self.head:
-            return LINEAR
-        if self.family is None:
-            return LINEAR if type(module) is nn.Linear else None
-        return self.family.by_class.get(type(module).__name__)
-
-    def _plan(self, path: str, module: nn.Module, rule: Rule) -> None:
-        if not path:
-            raise ConfigError(
-                f"convert: the model is itself a {type(module).__name__}, which would be replaced "
-                "and cannot be replaced in place; pass the module that holds it."
-            )
-        self.planned.append((path, module, rule))
-        self._seen.update(module.modules())
-
-    def _skip(self, path: str, module: nn.Module, reason: str) -> None:
-        self.skipped.append(SkippedModule(path, type(module).__name__, reason))
-
-    def _unknown(self, module: nn.Module) -> str:
-        if isinstance(module, nn.Embedding):
-            return "an embedding stays as it is"
-        if self.family is None:
-            return "no family: plain nn.Linear layers only"
-        return f"not in the table of {self.family.name}"
-
-
-def _has_own_work(module: nn.Module) -> bool:
-    """Whether ``module`` is more than a container of its children: a leaf, or with parameters."""
-    no_children = next(module.children(), None) is None
-    return no_children or next(module.parameters(recurse=False), None) is not None
-
-
-def _apply(model: nn.Module, policy: str, planner: _Planner) -> ConversionReport:
+def _apply(model: nn.Module, policy: str, planner: Planner) -> ConversionReport:
     """Cast, freeze and replace as planned."""
     setting, planned = planner.setting, planner.take()
     places = _places(model, {module for _, module, _ in planned})
@@ -286,11 +252,12 @@ def _apply(model: nn.Module, policy: str, planner: _Planner) -> ConversionReport
         # What is packed is of the kind of what it is packed from, whatever the mode here.
         is_inference = any(parameter.is_inference() for parameter in old.parameters())
         with torch.inference_mode(is_inference), torch.no_grad():
-            new = rule.build(old, setting)
+            new = rule.build(old, setting.at(path))
         _inherit(new, old)
         n_parameters = sum(parameter.numel() for parameter in old.parameters())
+        scheme = scheme_text(planner.schemes[path])
         converted.append(
-            ConvertedModule(path, type(old).__name__, type(new).__name__, n_parameters)
+            ConvertedModule(path, type(old).__name__, type(new).__name__, n_parameters, scheme)
         )
         for parent, name in places.pop(old):
             setattr(parent, name, new)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fusedops.check import require_bool, require_one_dtype
 from fusedops.epilogue.activations import lookup
-from fusedops.errors import ConfigError, ShapeError
+from fusedops.errors import ShapeError
 from fusedops.nn.base import (
     autocast_dtype,
     empty_parameter,
@@ -25,7 +25,7 @@ from fusedops.nn.base import (
     require_weights,
     run_dense,
 )
-from fusedops.nn.norm import RMSNorm
+from fusedops.nn.norm import RMSNorm, require_norm
 from fusedops.packing import pack_gate_up, padded_gate_rows, unpack_gate_up
 
 __all__ = ["FusedGatedMLP", "FusedLinear", "FusedMLP", "FusedQKV"]
@@ -48,12 +48,7 @@ def _run(
     Raises:
         ConfigError: ``norm`` is no ``fusedops.nn.RMSNorm``.
     """
-    if norm is not None and not isinstance(norm, RMSNorm):
-        raise ConfigError(
-            f"norm is a {type(norm).__module__}.{type(norm).__qualname__}; accepted: a "
-            "fusedops.nn.RMSNorm, which runs in front of the product, or None. Apply another norm "
-            "to x yourself."
-        )
+    require_norm(norm)
     if norm is not None and autocast_dtype(x) is not None:
         # Autocast casts what goes into a product, never what goes into a norm.
         x, norm = norm.normalize(x), None

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from fusedops.check import require_bool
+from fusedops.errors import ConfigError
 from fusedops.nn.base import frozen, require_sizes
 from fusedops.ops.norm import fused_add_rms_norm, layer_norm, rms_norm
 from fusedops.prologue import RmsNormPrologue
 
-__all__ = ["LayerNorm", "RMSNorm"]
+__all__ = ["LayerNorm", "RMSNorm", "require_norm"]
 
 
 @lru_cache(maxsize=64)
@@ -69,6 +70,16 @@ class RMSNorm(nn.Module):
     def extra_repr(self) -> str:
         """Width and constants, for ``print(model)``."""
         return f"{self.weight.numel()}, eps={self.eps}, weight_offset={self.weight_offset}"
+
+
+def require_norm(norm: object) -> None:
+    """Raise ConfigError unless ``norm`` may run in front of a product: an RMSNorm, or None."""
+    if norm is not None and not isinstance(norm, RMSNorm):
+        raise ConfigError(
+            f"norm is a {type(norm).__module__}.{type(norm).__qualname__}; accepted: a "
+            "fusedops.nn.RMSNorm, which runs in front of the product, or None. Apply another norm "
+            "to x yourself."
+        )
 
 
 class LayerNorm(nn.LayerNorm):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["ConversionReport", "ConvertedModule", "SkippedModule"]
+from fusedops.quant import Scheme
+
+__all__ = ["ConversionReport", "ConvertedModule", "SkippedModule", "scheme_text"]
 
 
 @dataclass(frozen=True)
@@ -17,12 +19,27 @@ class ConvertedModule:
         path: its name in the model.
         old_class, new_class: class names before and after.
         parameters: how many values its parameters hold.
+        scheme: how its linear layers are quantized, see ``scheme_text``; empty: they are not.
     """
 
     path: str
     old_class: str
     new_class: str
     parameters: int
+    scheme: str = ""
+
+
+def scheme_text(schemes: Mapping[str, Scheme]) -> str:
+    """The one scheme of a module's layers, or those of each layer; empty without any.
+
+    Args:
+        schemes: by the layer's name.
+    """
+    if all(scheme.weight == "float" for scheme in schemes.values()):
+        return ""
+    if len(set(schemes.values())) == 1:
+        return str(next(iter(schemes.values())))
+    return "; ".join(f"{name} {scheme}" for name, scheme in schemes.items())
 
 
 @dataclass(frozen=True)
@@ -65,36 +82,35 @@ class ConversionReport:
             f"{len(self.skipped)} left alone, {self.cast_parameters} parameter tensors cast"
         )
         lines = [title]
-        converted = [
-            (*row, f"{sum(sizes):,}")
-            for row, sizes in _fold(
-                [(r.path, r.old_class, r.new_class, r.parameters) for r in self.converted]
-            )
+        rows = [
+            (r.path, (r.old_class, r.new_class, r.scheme), r.parameters) for r in self.converted
         ]
+        converted = [(*row, f"{sum(sizes):,}") for row, sizes in _fold(rows)]
+        heads = ["converted", "from", "to", "scheme", "parameters"]
+        if not any(r.scheme for r in self.converted):
+            converted = [(*row[:3], row[4]) for row in converted]
+            heads.remove("scheme")
         skipped = [
-            row for row, _ in _fold([(r.path, r.old_class, r.reason, 0) for r in self.skipped])
+            row for row, _ in _fold([(r.path, (r.old_class, r.reason), 0) for r in self.skipped])
         ]
         if converted:
-            lines += ["", *_table(("converted", "from", "to", "parameters"), converted)]
+            lines += ["", *_table(heads, converted)]
         if skipped:
             lines += ["", *_table(("left alone", "class", "reason"), skipped)]
         return "\n".join(lines)
 
 
 def _fold(
-    rows: Sequence[tuple[str, str, str, int]],
-) -> list[tuple[tuple[str, str, str], list[int]]]:
-    """Rows that differ in a layer's number only become one: ((path, a, b), their numbers)."""
-    groups: dict[tuple[str, str, str], list[tuple[str, int]]] = {}
-    for path, first, second, number in rows:
+    rows: Sequence[tuple[str, tuple[str, ...], int]],
+) -> list[tuple[tuple[str, ...], list[int]]]:
+    """Rows that differ in a layer's number only become one: ((path, *texts), their numbers)."""
+    groups: dict[tuple[str, tuple[str, ...]], list[tuple[str, int]]] = {}
+    for path, texts, number in rows:
         pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
-        groups.setdefault((pattern, first, second), []).append((path, number))
+        groups.setdefault((pattern, texts), []).append((path, number))
     return [
-        (
-            (_folded_path(pattern, [path for path, _ in members]), first, second),
-            [n for _, n in members],
-        )
-        for (pattern, first, second), members in groups.items()
+        ((_folded_path(pattern, [path for path, _ in members]), *texts), [n for _, n in members])
+        for (pattern, texts), members in groups.items()
     ]
 
 
@@ -119,7 +135,7 @@ def _ranges(numbers: list[int]) -> str:
     return ",".join(f"{a}-{b}" if a != b else str(a) for a, b in parts)
 
 
-def _table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
+def _table(heads: Sequence[str], rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Left-aligned columns; a column called parameters is right-aligned."""
     widths = [max(len(row[i]) for row in (heads, *rows)) for i in range(len(heads))]
     lines = []

@@ -6,9 +6,8 @@ of its class are; the same few rules serve every family.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,11 @@ from fusedops.errors import ConfigError
 from fusedops.nn.drop_in import DropInGatedMLP, DropInMLP
 from fusedops.nn.linear import FusedLinear
 from fusedops.nn.norm import LayerNorm, RMSNorm
+from fusedops.nn.quant_blocks import QuantGatedMLP, QuantMLP
+from fusedops.nn.quant_linear import QuantLinear
 from fusedops.nn.rules_code import computes, has_hooks, other_code
+from fusedops.nn.rules_setting import Setting, set_data
+from fusedops.quant import Scheme
 
 __all__ = [
     "LINEAR",
@@ -29,57 +32,13 @@ __all__ = [
     "MlpRule",
     "RmsNormRule",
     "Rule",
-    "Setting",
     "is_adapter",
-    "set_data",
 ]
-
-_CASTABLE = (torch.float64, *ACTIVATION_DTYPES)
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What a rule needs beside the module.
-
-    Attributes:
-        config: the model's Hugging Face config, or None.
-        dtype: what parameters are cast to before modules are replaced; None keeps theirs.
-        model_dtype: dtype of the activations that flow through the model.
-        home: the Python module that defines the family's classes; None for no family.
-    """
-
-    config: Any
-    dtype: torch.dtype | None
-    model_dtype: torch.dtype
-    home: str | None = None
-
-    def casts(self, parameter: Tensor) -> bool:
-        """Whether ``parameter`` is cast: plain floating-point tensors of another dtype are."""
-        return (
-            self.dtype is not None
-            and parameter.dtype in _CASTABLE
-            and parameter.dtype != self.dtype
-            and type(parameter.data) is Tensor
-        )
-
-    def dtype_of(self, parameter: Tensor) -> torch.dtype:
-        """The dtype of ``parameter`` once it is cast."""
-        return self.dtype if self.dtype and self.casts(parameter) else parameter.dtype
 
 
 def is_adapter(module: nn.Module) -> bool:
     """Whether ``module`` wraps a layer with an adapter, as LoRA libraries do."""
     return any(hasattr(module, name) for name in ("base_layer", "lora_A", "lora_embedding_A"))
-
-
-def set_data(parameter: Tensor, change: Callable[[Tensor], Tensor]) -> None:
-    """Give ``parameter`` the changed values; it stays the same object and of the same kind.
-
-    A tensor made under ``torch.inference_mode()`` and one made outside are of two kinds, and data
-    of the other kind leave a parameter that later operations refuse.
-    """
-    with torch.inference_mode(parameter.is_inference()), torch.no_grad():
-        parameter.data = change(parameter.data)
 
 
 @dataclass(frozen=True)
@@ -98,6 +57,10 @@ class Rule:
     def obstacle(self, module: nn.Module, setting: Setting) -> str | None:
         """Why ``module`` is not what the rule describes and must stay as it is, or None."""
         return _obstacle(module, ("weight", "bias"), setting)
+
+    def schemes(self, setting: Setting) -> dict[str, Scheme]:
+        """How each linear layer inside is quantized, by its name; "" for the module itself."""
+        return {}
 
     def build(self, module: nn.Module, setting: Setting) -> nn.Module:
         """The replacement of a module without an obstacle."""
@@ -140,7 +103,13 @@ def _short(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class LinearRule(Rule):
-    """A plain ``nn.Linear`` becomes a ``FusedLinear`` that holds the same Parameter objects."""
+    """A plain ``nn.Linear`` becomes a ``FusedLinear`` that holds the same Parameter objects.
+
+    Quantized it becomes a ``QuantLinear``.
+    """
+
+    def schemes(self, setting: Setting) -> dict[str, Scheme]:
+        return {"": setting.scheme_of()}
 
     def obstacle(self, module: nn.Module, setting: Setting) -> str | None:
         if is_adapter(module):
@@ -155,6 +124,9 @@ class LinearRule(Rule):
 
     def build(self, module: nn.Module, setting: Setting) -> nn.Module:
         weight, bias = module.get_parameter("weight"), module._parameters["bias"]
+        scheme = setting.scheme_of()
+        if scheme.weight != "float":
+            return QuantLinear.from_weights(weight, bias, scheme, name=f"{setting.path}.weight")
         fused = FusedLinear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
         # The same objects, so that a tie to another layer stays a tie.
         if not weight.is_contiguous():
@@ -280,6 +252,12 @@ class _MlpRule(Rule):
             return "its layers differ in device or dtype"
         return self._activation_obstacle(module, setting)
 
+    def schemes(self, setting: Setting) -> dict[str, Scheme]:
+        return {name: setting.scheme_of(name) for name in self.linears}
+
+    def _is_quantized(self, setting: Setting) -> bool:
+        return any(scheme.weight != "float" for scheme in self.schemes(setting).values())
+
     def _tensors(self, module: nn.Module) -> dict[str, Tensor]:
         return {
             f"{name}.{kind}": parameter
@@ -326,10 +304,23 @@ class GatedMlpRule(_MlpRule):
     def linears(self) -> tuple[str, ...]:
         return (*self.halves, self.down)
 
+    def schemes(self, setting: Setting) -> dict[str, Scheme]:
+        found = super().schemes(setting)
+        joint = [found[name] for name in self.halves]
+        if len(set(joint)) > 1:
+            raise ConfigError(
+                f"convert: {setting.path}: {', '.join(self.halves)} have the schemes "
+                f"{', '.join(map(str, joint))}; accepted: one scheme, as one kernel holds them. "
+                "Change overrides."
+            )
+        return found
+
     def build(self, module: nn.Module, setting: Setting) -> nn.Module:
-        return DropInGatedMLP.from_tensors(
-            self._tensors(module), self.halves, self.down, self._activation(setting)
-        )
+        tensors, act = self._tensors(module), self._activation(setting)
+        if not self._is_quantized(setting):
+            return DropInGatedMLP.from_tensors(tensors, self.halves, self.down, act)
+        schemes = self.schemes(setting)
+        return QuantGatedMLP.from_tensors(tensors, self.halves, self.down, act, schemes)
 
 
 @dataclass(frozen=True)
@@ -343,4 +334,7 @@ class MlpRule(_MlpRule):
         return self.layers
 
     def build(self, module: nn.Module, setting: Setting) -> nn.Module:
-        return DropInMLP.from_tensors(self._tensors(module), self.layers, self._activation(setting))
+        tensors, act = self._tensors(module), self._activation(setting)
+        if not self._is_quantized(setting):
+            return DropInMLP.from_tensors(tensors, self.layers, act)
+        return QuantMLP.from_tensors(tensors, self.layers, act, self.schemes(setting))

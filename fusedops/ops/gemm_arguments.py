@@ -26,6 +26,7 @@ from fusedops.weight import DENSE_DTYPES, Dense, WeightFormat
 
 __all__ = [
     "as_epilogue",
+    "as_format",
     "as_prologue",
     "cached_spec",
     "form_of",
@@ -66,25 +67,28 @@ def as_prologue(prologue: Prologue | str | None) -> Prologue:
     return prologue
 
 
-def _require_format(weight: object) -> None:
+def as_format(weight: WeightFormat | str) -> WeightFormat:
+    """The weight format that ``weight`` is or describes; ConfigError for anything else."""
+    if isinstance(weight, str):
+        return WeightFormat.parse(weight)
     if not isinstance(weight, WeightFormat):
         raise ConfigError(
-            f"gemm: weight is {describe_value(weight)}; accepted: a WeightFormat, or None for a "
-            "dense weight."
+            f"gemm: weight is {describe_value(weight)}; accepted: a WeightFormat, its text, e.g. "
+            '"int4(4096,14336)", or None for a dense weight.'
         )
-
-
-def form_of(weight: WeightFormat | None, w: Tensor) -> WeightFormat | tuple[int, ...]:
-    """The weight's format for ``spec_text``, or the shape of a dense one where it is None."""
-    if weight is None:
-        return shape_of(w)
-    _require_format(weight)
     return weight
 
 
-def _as_weight(weight: WeightFormat | tuple[int, ...]) -> WeightFormat:
-    if isinstance(weight, WeightFormat):
-        return weight
+def form_of(weight: WeightFormat | str | None, w: Tensor) -> WeightFormat | str | tuple[int, ...]:
+    """The weight's format for ``spec_text``, or the shape of a dense one where it is None."""
+    if weight is None:
+        return shape_of(w)
+    return weight if isinstance(weight, str) else as_format(weight)
+
+
+def _as_weight(weight: WeightFormat | str | tuple[int, ...]) -> WeightFormat:
+    if isinstance(weight, (WeightFormat, str)):
+        return as_format(weight)
     if len(weight) != 2:
         raise ShapeError(
             f"gemm: w has shape {tuple(weight)}; accepted: (N, K), as nn.Linear stores it."
@@ -113,14 +117,14 @@ def _require_out_dtype(out_dtype: torch.dtype | None) -> None:
 # Typed, for 1 == True.
 @lru_cache(maxsize=4096, typed=True)
 def cached_spec(
-    weight: WeightFormat | tuple[int, ...],
+    weight: WeightFormat | str | tuple[int, ...],
     epilogue: Epilogue | str | None,
     x_dtype: torch.dtype,
     out_dtype: torch.dtype | None,
     prologue: Prologue | str | None,
     batch_invariant: bool = False,
 ) -> GemmSpec:
-    """The spec for a weight format, or for a dense weight of the given shape."""
+    """The spec for a weight format or its text, or for a dense weight of the given shape."""
     form = _as_weight(weight)
     chain = as_epilogue(epilogue)
     require_x_dtype(x_dtype)
@@ -135,7 +139,7 @@ forget_when_redefined(cached_spec.cache_clear)
 
 
 def spec_text(
-    weight: WeightFormat | tuple[int, ...],
+    weight: WeightFormat | str | tuple[int, ...],
     epilogue: Epilogue | str | None,
     x_dtype: torch.dtype,
     out_dtype: torch.dtype | None,
@@ -145,7 +149,7 @@ def spec_text(
     """The canonical spec and its operands' names; a constant to torch.compile.
 
     Args:
-        weight: the weight's format, or the (N, K) shape of a dense one.
+        weight: the weight's format or its text, or the (N, K) shape of a dense one.
         epilogue: the chain or its text.
         x_dtype: dtype of the activations.
         out_dtype: dtype of the result; None: what the chain forces, else x's (bf16 for 8-bit x).
@@ -211,7 +215,7 @@ def require_types(
     require_tensor("gemm", "w", w)
     weight, epilogue, out_dtype, prologue, batch_invariant = options
     if weight is not None:
-        _require_format(weight)
+        as_format(weight)
     as_epilogue(epilogue)
     _require_out_dtype(out_dtype)
     as_prologue(prologue)

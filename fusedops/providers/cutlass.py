@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fusedops.config import tuned_choices, tuning_key
-from fusedops.config.elements import BLOCK_FORMAT, PRODUCT_DTYPES, element_refusal
+from fusedops.config.elements import PRODUCT_DTYPES, element_refusal
 from fusedops.errors import ConfigError
 from fusedops.problem import GemmProblem
 from fusedops.prologue import NO_PROLOGUE
@@ -25,7 +25,7 @@ from fusedops.providers.cutlass_rules import first_refusal
 from fusedops.providers.gemm import GemmRun, register_gemm_provider
 from fusedops.providers.kernel_tensors import as_bytes, loaded, nothing, operands_read, written
 from fusedops.providers.recent import note_written, settle, storages
-from fusedops.weight import Dense
+from fusedops.weight import BlockFp8, Dense
 
 __all__ = [
     "CutlassProvider",
@@ -36,6 +36,9 @@ __all__ = [
 ]
 
 _LOAD_BYTES = 16
+
+WEIGHT_FORMATS = (Dense.spec_name, BlockFp8.spec_name)
+"""Formats that the kernels take, by the names that specs have for them."""
 
 FAMILIES: tuple[Callable[[GemmProblem], Candidate], ...] = (decode_candidate, prefill_candidate)
 """Each gives its best tiling for a problem, or raises ConfigError with the reasons."""
@@ -94,7 +97,11 @@ class CutlassProvider:
         if problem.arch != "sm_90a":
             return not_applicable(f"is compiled for sm_90a, got {problem.arch}")
         refusal = first_refusal(
-            problem, _own_reason, choose_candidate, PRODUCT_DTYPES, (Dense.spec_name, BLOCK_FORMAT)
+            problem,
+            _own_reason,
+            choose_candidate,
+            PRODUCT_DTYPES,
+            (Dense.spec_name, BlockFp8.spec_name),
         )
         return refusal or SUPPORTED
 

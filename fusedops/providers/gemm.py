@@ -11,10 +11,17 @@ from torch import Tensor
 
 from fusedops.epilogue.base import FLOAT_DTYPES, Operand
 from fusedops.epilogue.nodes import Bias, Gate, Residual
+from fusedops.epilogue.spec import dtype_name
 from fusedops.errors import ShapeError
 from fusedops.problem import GemmProblem, GemmSpec
 from fusedops.prologue import NO_PROLOGUE
-from fusedops.providers.base import SUPPORTED, Support, not_applicable, unsupported
+from fusedops.providers.base import (
+    SUPPORTED,
+    Support,
+    current_policy,
+    not_applicable,
+    unsupported,
+)
 from fusedops.providers.epilogue_torch import finish
 from fusedops.weight import Dense, float_product, in_blocks
 
@@ -24,6 +31,7 @@ __all__ = [
     "GemmProvider",
     "GemmRun",
     "ReferenceProvider",
+    "product_8_bit",
     "refuse_prologue",
     "register_gemm_provider",
 ]
@@ -95,7 +103,7 @@ def _direct_form(problem: GemmProblem) -> DirectForm | None:
     H200: the error reached the size of the result where product and residual cancel).
     """
     spec = problem.spec
-    if not isinstance(spec.weight, Dense):
+    if not isinstance(spec.weight, Dense) or problem.x_dtype not in FLOAT_DTYPES:
         return None
     if any(dtype != problem.x_dtype for dtype in (spec.out_dtype, *problem.operand_dtypes)):
         return None
@@ -150,6 +158,15 @@ class ReferenceProvider:
     name = "reference"
 
     def supports(self, problem: GemmProblem) -> Support:
+        spec, is_asked_for = problem.spec, current_policy().pinned == self.name
+        is_wide = isinstance(spec.weight, Dense) and problem.x_dtype in FLOAT_DTYPES
+        is_empty = 0 in (problem.m, spec.n, spec.k)
+        if problem.device_type == "cuda" and not (is_wide or is_empty or is_asked_for):
+            return unsupported(
+                f"makes float32 values of all of the {dtype_name(problem.x_dtype)} x and of the "
+                f"weight {spec.weight} at every call, which takes longer than the product in 16 "
+                "bits; use_provider('reference') runs it"
+            )
         return refuse_prologue(problem) or SUPPORTED
 
     def _direct(self, problem: GemmProblem) -> DirectForm | None:
@@ -205,12 +222,14 @@ def _row_by_row(
     m = len(rows)
 
     def of_row(operand: Operand, tensor: Tensor | None, i: int) -> Tensor | None:
-        if tensor is None or operand.axis not in ("m", "mn"):
+        if tensor is None or operand.axis not in ("m", "mn", "groups_m"):
             return tensor
+        if operand.axis == "groups_m":
+            return tensor[:, i : i + 1]
         flat = tensor.reshape(m, tensor.shape[-1]) if operand.axis == "mn" else tensor.reshape(-1)
         return flat[i : i + 1]
 
-    if w.dtype not in (torch.int8, torch.float32):
+    if isinstance(spec.weight, Dense) and w.dtype not in (torch.int8, torch.float32):
         # Once, not for every row; products of int8 are summed in float64.
         rows, w = rows.float(), w.float()
     for i in range(m):
@@ -222,6 +241,40 @@ def _row_by_row(
             axis = next(d for d in range(part.dim()) if whole.shape[d] != part.shape[d])
             whole.narrow(axis, i, 1).copy_(part)
     return list(results)
+
+
+_LEAST_INT8_ROWS = 17
+"""Rows from which ``torch._int_mm`` multiplies."""
+
+
+def _refuses_8_bit(problem: GemmProblem) -> str | None:
+    """Why cuBLAS cannot multiply e4m3 or int8 here, or None."""
+    spec = problem.spec
+    multiple = 16 if problem.x_dtype == torch.float8_e4m3fn else 8
+    if 0 in (problem.m, spec.n, spec.k) or spec.n % multiple or spec.k % multiple:
+        return (
+            f"multiplies {dtype_name(problem.x_dtype)} with M > 0 and N and K multiples of "
+            f"{multiple}, got M={problem.m}, N={spec.n}, K={spec.k}"
+        )
+    if problem.aligned_bytes < 16:
+        return (
+            "multiplies 8-bit x and w whose addresses and row pitches are multiples of 16 bytes, "
+            f"got multiples of {problem.aligned_bytes}"
+        )
+    return None
+
+
+def product_8_bit(x: Tensor, w: Tensor) -> Tensor:
+    """``x @ w.T`` of e4m3 or int8 (M, K) and (N, K): float32 (M, N), int8 exact in int32 first."""
+    if x.dtype == torch.float8_e4m3fn:
+        one = torch.ones((), dtype=torch.float32, device=x.device)
+        # Fast accumulation keeps some 14 bits over all of K.
+        return torch._scaled_mm(
+            x, w.t(), scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=False
+        )
+    m = x.shape[0]
+    rows = F.pad(x, (0, 0, 0, _LEAST_INT8_ROWS - m)) if m < _LEAST_INT8_ROWS else x
+    return torch._int_mm(rows, w.t())[:m].float()
 
 
 class CublasProvider:
@@ -242,12 +295,18 @@ class CublasProvider:
         if problem.spec.batch_invariant:
             return unsupported("is not batch invariant: the kernel it takes depends on M")
         if problem.x_dtype not in FLOAT_DTYPES:
-            return unsupported(f"multiplies float32, bfloat16 and float16, got {problem.x_dtype}")
+            reason = _refuses_8_bit(problem)
+            if reason is not None:
+                return unsupported(reason)
         return refuse_prologue(problem) or SUPPORTED
 
     def describe(self, problem: GemmProblem) -> str:
         direct = _direct_form(problem)
-        return direct[0] if direct else "torch.mm with float32 output, then the chain node by node"
+        if direct is not None:
+            return direct[0]
+        eight = {torch.float8_e4m3fn: "torch._scaled_mm", torch.int8: "torch._int_mm"}
+        product = eight.get(problem.x_dtype, "torch.mm")
+        return f"{product} with float32 output, then the chain node by node"
 
     def plan(self, problem: GemmProblem) -> GemmRun:
         direct = _direct_form(problem)
@@ -262,8 +321,10 @@ class CublasProvider:
             rows = x.reshape(m, k)
             if rows.dtype == torch.float32:
                 accumulator = torch.mm(rows, w.t())
-            else:
+            elif rows.dtype in FLOAT_DTYPES:
                 accumulator = torch.mm(rows, w.t(), out_dtype=torch.float32)
+            else:
+                accumulator = product_8_bit(rows, w)
             main = finish(spec.epilogue, accumulator, context)
             return deliver(spec, x, [main, *context.outputs], out)
 

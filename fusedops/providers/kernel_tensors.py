@@ -43,9 +43,11 @@ def unit_stride(matrix: Tensor) -> Tensor:
 
 
 def operands_read(spec: GemmSpec, operands: Sequence[Tensor | None], m: int) -> list[Tensor]:
-    """The operands that are given: those of the result's shape as (m, columns), others flat.
+    """The operands that are given, flat.
 
-    Scales a block are matrices; those of x are loaded in bulk.
+    But those of the result's shape as (m, columns), and what has a row for each part or group of
+    all M as such rows, which keep their pitch. Scales a block are matrices too; those of x are
+    loaded in bulk.
     """
     pairs = list(zip(spec.operands, operands, strict=True))
     scales: list[Tensor] = []
@@ -60,7 +62,7 @@ def operands_read(spec: GemmSpec, operands: Sequence[Tensor | None], m: int) -> 
 def _operand_read(axis: Axis, tensor: Tensor, m: int) -> Tensor:
     if axis == "mn":
         return unit_stride(tensor.reshape(m, -1))
-    if axis == "parts_m":
+    if axis in ("parts_m", "groups_m"):
         return unit_stride(tensor)
     flat = tensor.reshape(-1).contiguous()
     # Operands along K are loaded 16 bytes at a time; the caching allocator aligns what is new.

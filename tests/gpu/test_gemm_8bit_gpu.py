@@ -22,7 +22,7 @@ from fusedops.weight import Dense
 COVERS = (
     "fusedops/gemm.py",
     "fusedops/problem.py",
-    "fusedops/weight.py",
+    "fusedops/weight/*.py",
     "fusedops/cutlass/*.py",
     "fusedops/config/*.py",
     "fusedops/epilogue/*.py",

@@ -6,23 +6,24 @@ from typing import Any
 
 import pytest
 import torch
-from block_fp8 import BLOCK, BlockFp8
 from gemm_cases import Case
 from torch import Tensor
 
 import fusedops
 from fusedops.config import DECODE_BUCKETS, DecodeTile, PrefillTile, decode_tiles, prefill_tiles
 from fusedops.epilogue import Epilogue
+from fusedops.epilogue.outputs import GROUP as BLOCK
 from fusedops.epilogue.outputs import group_scale_empty
 from fusedops.problem import GemmProblem, GemmSpec
 from fusedops.providers.cutlass_decode import DecodeCandidate
 from fusedops.providers.cutlass_prefill import PrefillCandidate
 from fusedops.providers.kernel_tensors import as_bytes, operands_read, written
+from fusedops.weight import BlockFp8
 
 COVERS = (
     "fusedops/gemm.py",
     "fusedops/problem.py",
-    "fusedops/weight.py",
+    "fusedops/weight/*.py",
     "fusedops/cutlass/*.py",
     "fusedops/config/*.py",
     "fusedops/epilogue/*.py",

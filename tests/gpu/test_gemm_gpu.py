@@ -17,7 +17,7 @@ COVERS = (
     "fusedops/gemm.py",
     "fusedops/problem.py",
     "fusedops/prologue.py",
-    "fusedops/weight.py",
+    "fusedops/weight/*.py",
     "fusedops/epilogue/*.py",
     "fusedops/providers/*.py",
 )

@@ -33,7 +33,10 @@ TIMEOUT_S = 240
 FIRST_CALL_COVERS = (
     *COVERS,
     "fusedops/*.py",
-    *(f"fusedops/{name}" for name in ("config", "cutlass", "epilogue", "jit", "nn", "ops")),
+    *(
+        f"fusedops/{name}"
+        for name in ("config", "cutlass", "epilogue", "jit", "nn", "ops", "quant")
+    ),
     "fusedops/providers",
 )
 """``FIRST_CALL`` runs in another process, and ``import fusedops`` imports all of these."""

@@ -1,4 +1,4 @@
-"""Weight formats: how a GEMM's weight is stored, checked and multiplied in the reference."""
+"""The dense weight: activations and weight of one dtype."""
 
 from __future__ import annotations
 
@@ -9,34 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusedops.epilogue.base import FLOAT_DTYPES, Context, Operand
-from fusedops.epilogue.spec import SpecItem
-from fusedops.errors import ConfigError, DTypeError, LayoutError, ShapeError
+from fusedops.epilogue.base import FLOAT_DTYPES, Context
+from fusedops.errors import DTypeError, LayoutError, ShapeError
+from fusedops.weight.base import WeightFormat
 
-__all__ = ["DENSE_DTYPES", "Dense", "WeightFormat", "float_product", "in_blocks"]
-
-
-@dataclass(frozen=True)
-class WeightFormat(SpecItem):
-    """A stored weight of N output rows and K input columns."""
-
-    registry: ClassVar[dict[str, type[SpecItem]]] = {}
-    kind: ClassVar[str] = "weight format"
-    n: int = 0
-    k: int = 0
-
-    def operands(self) -> tuple[Operand, ...]:
-        """Tensors beside the weight itself (scales, zero points), in the order they are passed."""
-        return ()
-
-    def check(self, x: Tensor, weight: Tensor) -> None:
-        """Raise unless ``weight`` is stored in this format and can be multiplied with ``x``."""
-        raise NotImplementedError
-
-    def accumulate(self, x: Tensor, weight: Tensor, context: Context) -> Tensor:
-        """x (M, K) times the weight, transposed: the float32 accumulator (M, N)."""
-        raise NotImplementedError
-
+__all__ = ["DENSE_DTYPES", "Dense", "float_product", "in_blocks"]
 
 _BLOCK_ROWS = 32
 _LEAST_IN_BLOCKS = 1 << 18
@@ -74,9 +51,8 @@ class Dense(WeightFormat):
 
     spec_name: ClassVar[str] = "dense"
 
-    def __post_init__(self) -> None:
-        if self.n < 0 or self.k < 0:
-            raise ConfigError(f"{self}: N and K must not be negative.")
+    def stored_bytes(self, x_dtype: torch.dtype) -> int:
+        return self.n * self.k * x_dtype.itemsize
 
     def check(self, x: Tensor, weight: Tensor) -> None:
         if weight.dtype not in DENSE_DTYPES or x.dtype != weight.dtype:

@@ -220,7 +220,7 @@ class DecodeGemm:
         )
         total = (tile_last - tile_first) * k_count
         span = (tile_first, k_first, k_count, total)
-        weights = (w_atom, t_wg, t_ws)
+        weights = ((w_atom, t_wg, t_ws),)
         loads = DecodeLoads(cfg, self.pdl, (rows + m_pad) * k_tile * element_bytes)
 
         if warp == warps:

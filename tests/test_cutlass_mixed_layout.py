@@ -9,11 +9,10 @@ from fusedops.cutlass.mixed_layout import (
     CodeBits,
     code_position,
     pack_codes,
-    pack_rows,
     packed_shape,
     piece_columns,
     unpack_codes,
-    unpack_rows,
+    words,
 )
 
 
@@ -34,9 +33,8 @@ def test_packing_follows_the_index_formula(bits: CodeBits) -> None:
     n, k = 35, 2 * piece_columns(bits) + 24
     given = codes(n, k, bits)
     packed = pack_codes(given, bits)
-    assert packed.shape == packed_shape(n, k, bits) == (3, 3 * 64)
-    assert packed.dtype == torch.int64
-    data = packed.view(torch.uint8)
+    assert packed.shape == packed_shape(n, k, bits) == (3, 3, 512)
+    data = packed.flatten(1)
     for row in range(0, n, 3):
         for column in range(0, k, 5):
             strip, first = code_position(row, column, bits)
@@ -54,21 +52,18 @@ def test_unpacking_gives_the_codes_back(bits: CodeBits, shape: tuple[int, int]) 
 def test_register_of_a_lane_holds_its_two_columns_sixteen_bits_apart() -> None:
     """What the kernel extracts: ``(word >> 4 r) & 0x000f000f`` is register r of a k16 step."""
     given = codes(16, 64, 4, seed=1)
-    words = pack_codes(given, 4).view(torch.int32).view(32, 4).to(torch.int64) & 0xFFFFFFFF
+    lanes = pack_codes(given, 4).view(torch.int32).view(32, 4).to(torch.int64) & 0xFFFFFFFF
     for lane in (0, 5, 31):
         for step in range(4):
             for r in range(4):
-                pair = (int(words[lane, step]) >> (4 * r)) & 0x000F000F
+                pair = (int(lanes[lane, step]) >> (4 * r)) & 0x000F000F
                 row = lane // 4 + 8 * (r % 2)
                 column = 16 * step + 2 * (lane % 4) + 8 * (r // 2)
                 even, odd = given[row, column : column + 2].tolist()
                 assert pair == even | (odd << 16)
 
 
-def test_rows_eight_apart_become_neighbours() -> None:
-    values = torch.arange(2 * 24.0).view(24, 2)
-    packed = pack_rows(values)
-    assert packed.shape == (2, 32)
-    assert packed[1, :4].tolist() == [values[r, 1].item() for r in (0, 8, 1, 9)]
-    assert packed[0, 16:20].tolist() == [values[16, 0].item(), 0.0, values[17, 0].item(), 0.0]
-    assert torch.equal(unpack_rows(packed, 24), values)
+def test_kernel_takes_the_same_memory_as_words() -> None:
+    packed = pack_codes(codes(40, 200, 4), 4)
+    assert words(packed).shape == (3, 4 * 64)
+    assert words(packed).data_ptr() == packed.data_ptr()

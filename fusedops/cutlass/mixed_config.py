@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from fusedops.config.files import SHARED_BYTES
 from fusedops.cutlass.mixed_layout import PIECE_BYTES, STRIP_ROWS, CodeBits, piece_columns
 
@@ -16,8 +18,8 @@ _OTHERS_BYTES = 3072
 """Shared memory for barriers and for the alignment of what stands before the ring."""
 _MAX_BOX = 256
 """Elements of a TMA box along one dimension (PTX ISA, "Tensors: bounding box")."""
-_TWO_SUMS_M = 64
-"""Padded M up to which a second set of sums of a group finds registers."""
+_MOST_SUMS = {1: 128, 2: 128, 3: 96, 4: 64}
+"""Padded M times warpgroups for which the kernel has registers enough, by the warpgroups."""
 
 Kind = Literal["int4", "int8", "e4m3"]
 
@@ -29,14 +31,14 @@ class NarrowWeight:
     Attributes:
         kind: the codes.
         group: columns of K that share a scale: 32, 64 or 128; 0: all of K.
-        zeros: whether int4 codes have zero points (uint8, below 16); else they are stored plus 8.
-        scale_bytes: 2 for scales in the activations' dtype, 4 for float32.
+        zeros: whether int4 codes have zero points (uint8, at most 16); else they are stored plus 8.
+        scale_dtype: float32, bfloat16 or float16.
     """
 
     kind: Kind
     group: int = 0
     zeros: bool = False
-    scale_bytes: int = 2
+    scale_dtype: torch.dtype = torch.bfloat16
 
     @property
     def bits(self) -> CodeBits:
@@ -105,7 +107,7 @@ class MixedConfig:
     @property
     def scale_bytes(self) -> int:
         """Scales of a stage."""
-        return self.groups * self.rows * self.weight.scale_bytes
+        return self.groups * self.rows * self.weight.scale_dtype.itemsize
 
     @property
     def zero_bytes(self) -> int:
@@ -114,10 +116,13 @@ class MixedConfig:
 
     @property
     def group_sums(self) -> int:
-        """Sets of accumulators that take groups in turn; 0 where the sums need no scale."""
+        """Sets of accumulators that take groups in turn; 0 where the sums need no scale.
+
+        A second set, for the tensor cores to run on while the first is scaled, needs registers.
+        """
         if self.weight.group == 0:
             return 0
-        return 2 if self.m_pad <= _TWO_SUMS_M else 1
+        return 2 if self.m_pad <= (64 if self.weight.group == 128 else 48) else 1
 
     def illegal(self) -> str | None:
         """Why no kernel can be compiled, or None if one can."""
@@ -134,7 +139,7 @@ class MixedConfig:
             return f"k={self.k}: a strip of a stage is more than one load takes"
         if self.m_pad % 8 or not 8 <= self.m_pad <= 128:
             return f"m_pad={self.m_pad} is no multiple of 8 up to 128"
-        if self.m_pad > 32 and self.rows > 2 * _WGMMA_ROWS:
+        if self.warpgroups * self.m_pad > _MOST_SUMS[self.warpgroups]:
             return f"m_pad={self.m_pad} with rows={self.rows} takes more registers than there are"
         if self.split not in (1, 2, 4) or self.m_pad % (4 * self.split):
             return f"split={self.split}: 1, 2 or 4, each with whole columns of m_pad={self.m_pad}"

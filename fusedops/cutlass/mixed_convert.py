@@ -77,8 +77,8 @@ def zero_constants(zeros: Any, dtype: torch.dtype) -> tuple[Any, Any]:
     """What ``fragment`` takes for the zero points of a thread's two rows.
 
     Args:
-        zeros: both, of the first row in byte 0, of the one eight further on in byte 1; None for the
-            zero point 8 of codes stored plus 8.
+        zeros: both, at most 16, in registers of their own; None for the zero point 8 of codes
+            stored plus 8.
         dtype: bfloat16 or float16.
     """
     magic = _MAGIC[dtype]
@@ -86,8 +86,7 @@ def zero_constants(zeros: Any, dtype: torch.dtype) -> tuple[Any, Any]:
         # float16's second row has -(64 + 8), see below.
         return Int32(_both(magic + 8)), Int32(_both(0xD480 if dtype == torch.float16 else 0x4308))
     # Bytes (zero, magic) twice; the magic number's lower byte is zero.
-    high = Int32(_both((magic >> 8) * 0x0101))
-    first, second = _prmt(zeros, high, 0x4040), _prmt(zeros, high, 0x4141)
+    first, second = (_prmt(zero, _both(magic | magic >> 8), 0x4040) for zero in zeros)
     if dtype == torch.float16:
         second = _packed("sub", dtype, _both(0x6380), second)  # 960 - (1024 + z): -(64 + z)
     return first, second

@@ -1,10 +1,11 @@
 """How narrow weights lie in memory for ``fusedops.cutlass.sm90_mixed``: whole wgmma fragments.
 
-A weight (N, K) of 4- or 8-bit codes is stored in strips of 16 rows; a strip is a row of int64, cut
-into pieces of 512 bytes: 64 columns of 4-bit or 32 of 8-bit codes. Lane l of the warp that
-multiplies the strip reads its 16 bytes at 16 l of a piece and has whole A fragments of four (4-bit)
-or two (8-bit) k16 steps. In a fragment (PTX ISA, "Register Fragments for wgmma.mma_async") register
-r of lane l holds row ``l // 4 + 8 (r % 2)``, columns ``2 (l % 4) + {0, 1} + 8 (r // 2)``.
+A weight (N, K) of 4- or 8-bit codes is stored in strips of 16 rows, a strip in pieces of 512 bytes:
+64 columns of 4-bit or 32 of 8-bit codes. So a tile may have any multiple of 16 rows. Lane l of the
+warp that multiplies the strip reads its 16 bytes at 16 l of a piece and has whole A fragments of
+four (4-bit) or two (8-bit) k16 steps. In a fragment (PTX ISA, "Register Fragments for
+wgmma.mma_async") register r of lane l holds row ``l // 4 + 8 (r % 2)``, columns
+``2 (l % 4) + {0, 1} + 8 (r // 2)``.
 
 * 4-bit: word i of the 16 bytes is k16 step i; register r has its even column in nibble r, its odd
   one in nibble r + 4, so ``(word >> 4 r) & 0x000f000f`` picks both.
@@ -12,9 +13,7 @@ r of lane l holds row ``l // 4 + 8 (r % 2)``, columns ``2 (l % 4) + {0, 1} + 8 (
   are the rows of the first half, bytes 1 and 3 those eight further on.
 
 Codes: int4 is stored as ``q + 8`` or, with zero points, as it is (0 to 15); int8 in two's
-complement; e4m3 as its bits. Scales and zero points of (row, group) lie by group, (groups, N), and
-in a strip rows r and r + 8 are neighbours: a thread reads both at once. N is padded to whole
-strips, K to whole pieces; zeros pad both.
+complement; e4m3 as its bits. N is padded to whole strips, K to whole pieces, by ``PADDING``.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 __all__ = [
+    "PADDING",
     "PIECE_BYTES",
     "STRIP_ROWS",
     "CodeBits",
     "code_position",
     "pack_codes",
-    "pack_rows",
     "packed_shape",
     "piece_columns",
     "unpack_codes",
-    "unpack_rows",
+    "words",
 ]
 
 STRIP_ROWS = 16
@@ -46,16 +45,23 @@ PIECE_BYTES = 512
 
 CodeBits = Literal[4, 8]
 
+PADDING: dict[CodeBits, int] = {4: 8, 8: 0}
+"""The code that fills up strips and pieces: zero, unless there are zero points."""
+
 
 def piece_columns(bits: CodeBits) -> int:
     """Columns of K in a piece."""
     return PIECE_BYTES * 8 // (STRIP_ROWS * bits)
 
 
-def packed_shape(n: int, k: int, bits: CodeBits) -> tuple[int, int]:
-    """Shape of the packed int64 weight: strips, words of a strip."""
-    pieces = -(-k // piece_columns(bits))
-    return -(-n // STRIP_ROWS), pieces * PIECE_BYTES // 8
+def packed_shape(n: int, k: int, bits: CodeBits) -> tuple[int, int, int]:
+    """Shape of the packed uint8 weight: strips, pieces of a strip, bytes."""
+    return -(-n // STRIP_ROWS), -(-k // piece_columns(bits)), PIECE_BYTES
+
+
+def words(packed: Tensor) -> Tensor:
+    """A packed weight as the kernel takes it: int64 (strips, words of a strip), the same memory."""
+    return packed.view(torch.int64).flatten(1)
 
 
 def code_position(n: int, k: int, bits: CodeBits) -> tuple[int, int]:
@@ -74,12 +80,12 @@ def code_position(n: int, k: int, bits: CodeBits) -> tuple[int, int]:
 
 
 def pack_codes(codes: Tensor, bits: CodeBits) -> Tensor:
-    """Pack codes (N, K), uint8 (below 16 for 4 bits), into int64 of ``packed_shape``."""
+    """Pack codes (N, K), uint8 (below 16 for 4 bits), into uint8 of ``packed_shape``."""
     n, k = codes.shape
-    strips, words = packed_shape(n, k, bits)
+    strips, pieces, _ = shape = packed_shape(n, k, bits)
     columns = piece_columns(bits)
-    pieces = words * 8 // PIECE_BYTES
-    padded = F.pad(codes, (0, pieces * columns - k, 0, strips * STRIP_ROWS - n))
+    beyond = (0, pieces * columns - k, 0, strips * STRIP_ROWS - n)
+    padded = F.pad(codes, beyond, value=PADDING[bits])
     # strip, half row, row, piece, step, half of k16, column pair, odd
     parts = padded.view(strips, 2, 8, pieces, columns // 16, 2, 4, 2)
     if bits == 4:
@@ -87,36 +93,17 @@ def pack_codes(codes: Tensor, bits: CodeBits) -> Tensor:
         data = nibbles[..., 0] | (nibbles[..., 1] << 4)
     else:
         data = parts.permute(0, 3, 2, 6, 4, 5, 7, 1).reshape(strips, -1)
-    return data.contiguous().view(torch.int64)
+    return data.reshape(shape).contiguous()
 
 
 def unpack_codes(packed: Tensor, n: int, k: int, bits: CodeBits) -> Tensor:
     """The codes (N, K), uint8, of a packed weight."""
     strips = packed.shape[0]
     steps = piece_columns(bits) // 16
-    data = packed.contiguous().view(torch.uint8)
+    data = packed.contiguous()
     if bits == 4:
         nibbles = torch.stack((data & 15, data >> 4), -1)
         parts = nibbles.view(strips, -1, 8, 4, steps, 2, 2, 2).permute(0, 7, 2, 1, 4, 6, 3, 5)
     else:
         parts = data.view(strips, -1, 8, 4, steps, 2, 2, 2).permute(0, 7, 2, 1, 4, 5, 3, 6)
     return parts.reshape(strips * STRIP_ROWS, -1)[:n, :k].contiguous()
-
-
-def pack_rows(values: Tensor) -> Tensor:
-    """Scales or zero points (N, groups) as (groups, N): N in whole strips, rows 8 apart adjacent.
-
-    Zeros pad N.
-    """
-    n, groups = values.shape
-    strips = -(-n // STRIP_ROWS)
-    padded = F.pad(values, (0, 0, 0, strips * STRIP_ROWS - n))
-    pairs = padded.view(strips, 2, 8, groups).permute(3, 0, 2, 1)
-    return pairs.reshape(groups, strips * STRIP_ROWS)
-
-
-def unpack_rows(packed: Tensor, n: int) -> Tensor:
-    """The (N, groups) values of ``pack_rows``."""
-    groups = packed.shape[0]
-    pairs = packed.view(groups, -1, 8, 2).permute(1, 3, 2, 0)
-    return pairs.reshape(-1, groups)[:n].contiguous()

@@ -22,36 +22,40 @@ from fusedops.cutlass.math import CUTE_DTYPES
 from fusedops.cutlass.mixed_config import MixedConfig
 from fusedops.cutlass.mixed_convert import fragment, zero_constants
 from fusedops.cutlass.mixed_layout import PIECE_BYTES
+from fusedops.cutlass.mixed_operands import ROW_HALF, StageAddresses
 
-__all__ = ["StageProducts", "a_registers", "scale_pair", "zero_pair"]
+__all__ = ["StageProducts", "a_registers"]
 
 _STEP = 16
 """Columns of one wgmma of 16-bit operands."""
 
+_WORD_STRIDE = PIECE_BYTES // 4
+"""Bytes from one to the next 32-bit word of a thread, over whole reads of four words."""
 
-def scale_pair(address: Any, dtype: torch.dtype, space: str) -> Any:
-    """Two neighbouring scales at a byte address of ``space`` (shared or global), as float32."""
+
+def _scale_pair(address: Any, dtype: torch.dtype) -> Any:
+    """The scales of a thread's two rows, float32; at the first one's byte address."""
+    apart = ROW_HALF * dtype.itemsize
     if dtype == torch.float32:
-        code = f"ld.{space}.v2.f32 {{{{$w0}}, {{$w1}}}}, [{{$r0}}];"
-    elif dtype == torch.bfloat16:
-        code = (
-            f"{{ .reg .b32 pair; ld.{space}.b32 pair, [{{$r0}}]; .reg .b32 low, high; "
-            "shl.b32 low, pair, 16; and.b32 high, pair, 0xffff0000; "
-            "mov.b32 {$w0}, low; mov.b32 {$w1}, high; }"
-        )
+        code = f"ld.shared.f32 {{$w0}}, [{{$r0}}]; ld.shared.f32 {{$w1}}, [{{$r0}}+{apart}];"
     else:
-        code = (
-            f"{{ .reg .b16 low, high; ld.{space}.v2.b16 {{low, high}}, [{{$r0}}]; "
-            "cvt.f32.f16 {$w0}, low; cvt.f32.f16 {$w1}, high; }"
+        # A bfloat16 is the upper half of a float32.
+        moves = (
+            "mov.b32 {$w0}, {zero, low}; mov.b32 {$w1}, {zero, high}; "
+            if dtype == torch.bfloat16
+            else "cvt.f32.f16 {$w0}, low; cvt.f32.f16 {$w1}, high; "
         )
-    return cute.arch.inline_ptx(code, write_only_types=[Float32, Float32], read_only_args=[address])
+        code = (
+            "{ .reg .b16 low, high, zero; mov.b16 zero, 0; "
+            f"ld.shared.b16 low, [{{$r0}}]; ld.shared.b16 high, [{{$r0}}+{apart}]; {moves}}}"
+        )
+    return cute.arch.inline_ptx(code, write_only_types=[Float32] * 2, read_only_args=[address])
 
 
-def zero_pair(address: Any, space: str) -> Any:
-    """Two neighbouring zero points at a byte address, in the lower bytes of a register."""
-    return cute.arch.inline_ptx(
-        f"ld.{space}.u16 {{$w0}}, [{{$r0}}];", write_only_types=[Int32], read_only_args=[address]
-    )
+def _zero_pair(address: Any) -> Any:
+    """The zero points of a thread's two rows; at the first one's byte address."""
+    code = f"ld.shared.u8 {{$w0}}, [{{$r0}}]; ld.shared.u8 {{$w1}}, [{{$r0}}+{ROW_HALF}];"
+    return cute.arch.inline_ptx(code, write_only_types=[Int32] * 2, read_only_args=[address])
 
 
 def _read_words(address: Any) -> Any:
@@ -62,6 +66,41 @@ def _read_words(address: Any) -> Any:
     )
 
 
+class _Reader:
+    """What a thread has read of a stage, while the stage's code is traced.
+
+    Attributes:
+        words: of codes, in the order of K.
+        scales: of the groups, each of both rows.
+        constants: of the groups' zero points; of all groups, where the stage holds none.
+    """
+
+    def __init__(
+        self, config: MixedConfig, dtype: torch.dtype, at: StageAddresses, constants: Any
+    ) -> None:
+        self._config, self._dtype, self._at = config, dtype, at
+        self.words: list[Any] = []
+        self.scales: list[Any] = []
+        self.constants: list[Any] = []
+        if at.zeros is None:
+            self.constants = [constants] * max(config.groups, 1)
+
+    def read(self, columns: int) -> None:
+        """Read what the first ``columns`` of the stage need and is not there yet."""
+        cfg, at = self._config, self._at
+        while len(self.words) < columns * cfg.weight.bits // 64:
+            self.words += _read_words(at.codes + len(self.words) * _WORD_STRIDE)
+        if not cfg.groups:
+            return
+        scale_bytes = cfg.rows * cfg.weight.scale_dtype.itemsize
+        for group in range(len(self.scales), -(-columns // cfg.weight.group)):
+            address = at.scales + group * scale_bytes
+            self.scales.append(_scale_pair(address, cfg.weight.scale_dtype))
+            if at.zeros is not None:
+                zeros = _zero_pair(at.zeros + group * cfg.rows)
+                self.constants.append(zero_constants(zeros, self._dtype))
+
+
 @dataclass(frozen=True)
 class StageProducts:
     """The products of a stage, for one configuration.
@@ -69,12 +108,10 @@ class StageProducts:
     Attributes:
         config: the tiling.
         dtype: of the activations.
-        scale_dtype: of the scales.
     """
 
     config: MixedConfig
     dtype: torch.dtype
-    scale_dtype: torch.dtype
 
     def run(
         self,
@@ -83,7 +120,7 @@ class StageProducts:
         sums: Any,
         registers: Any,
         frag_x: cute.Tensor,
-        addresses: Any,
+        addresses: StageAddresses,
         stage: Int32,
         constants: Any,
     ) -> None:
@@ -95,70 +132,49 @@ class StageProducts:
             sums: ``config.group_sums`` sets of sums of a group.
             registers: two sets of A fragments of a unit.
             frag_x: descriptors of the activations.
-            addresses: shared memory addresses, of the stage and this thread, of its codes, scales
-                and zero points; the latter two None where there are none.
+            addresses: where this thread reads the stage.
             stage: index in the ring.
-            constants: of the zero points where all of K has one; else None.
+            constants: of the zero points, where the stage does not hold them.
         """
         cfg, weight = self.config, self.config.weight
-        codes, scales, zeros = addresses
-        words: list[Any] = []
-        for piece in range(cfg.strip_words * 8 // PIECE_BYTES):
-            words += _read_words(codes + piece * PIECE_BYTES)
-        pairs = [
-            scale_pair(scales + g * cfg.rows * weight.scale_bytes, self.scale_dtype, "shared")
-            for g in range(cfg.groups)
-        ]
-        by_group = [constants]
-        if zeros is not None:
-            by_group = [
-                zero_constants(zero_pair(zeros + g * cfg.rows, "shared"), self.dtype)
-                for g in range(cfg.groups)
-            ]
-        words_a_step = weight.bits // 4
-        steps = weight.unit // _STEP
         group = weight.group or cfg.k
-        for unit in range(cfg.k // weight.unit):
-            first_step = unit * steps
-            of_group = first_step * _STEP // group
-            a = registers[unit % 2]
-            packed = cute.recast_tensor(a, Int32)
-            for s in range(steps):
-                at = (first_step + s) * words_a_step
-                four = fragment(
-                    words[at : at + words_a_step],
-                    weight,
-                    self.dtype,
-                    by_group[of_group % len(by_group)],
-                )
-                for r in range(4):
-                    packed[4 * s + r] = four[r]
-            target = acc
-            fresh = False
+        reader = _Reader(cfg, self.dtype, addresses, constants)
+        for first in range(0, cfg.k, weight.unit):
+            # The next unit's words come while this one's are converted.
+            reader.read(min(first + 2 * weight.unit, cfg.k))
+            of_group, in_group = divmod(first, group)
+            a = registers[first // weight.unit % 2]
+            self._convert(a, reader, first, reader.constants[of_group])
+            target, starts = acc, False
             if cfg.group_sums > 0:
-                target = sums[of_group % cfg.group_sums]
-                fresh = first_step * _STEP % group == 0
+                target, starts = sums[of_group % cfg.group_sums], in_group == 0
             warpgroup.fence()
-            for s in range(steps):
-                cute.gemm(
-                    multiply[fresh and s == 0],
-                    target,
-                    a[(None, None, s)],
-                    frag_x[(None, None, first_step + s, stage)],
-                    target,
-                )
+            for s in range(weight.unit // _STEP):
+                at = (None, None, first // _STEP + s, stage)
+                mma = multiply[starts and s == 0]
+                cute.gemm(mma, target, a[(None, None, s)], frag_x[at], target)
             warpgroup.commit_group()
-            ends = (first_step + steps) * _STEP % group == 0
-            if cfg.group_sums == 1 and ends:
+            if cfg.group_sums == 1 and in_group + weight.unit == group:
                 warpgroup.wait_group(0)
-                self._scale(acc, target, pairs[of_group])
+                self._scale(acc, target, reader.scales[of_group])
             else:
                 warpgroup.wait_group(1)
-                if cfg.group_sums == 2 and fresh and unit > 0:
-                    self._scale(acc, sums[(of_group - 1) % 2], pairs[of_group - 1])
+                if cfg.group_sums == 2 and starts and first > 0:
+                    self._scale(acc, sums[(of_group - 1) % 2], reader.scales[of_group - 1])
         warpgroup.wait_group(0)
         if cfg.group_sums == 2:
-            self._scale(acc, sums[(cfg.groups - 1) % 2], pairs[cfg.groups - 1])
+            self._scale(acc, sums[(cfg.groups - 1) % 2], reader.scales[cfg.groups - 1])
+
+    def _convert(self, a: Any, reader: _Reader, first: int, constants: Any) -> None:
+        """Convert the unit that starts at column ``first`` of the stage."""
+        weight = self.config.weight
+        packed = cute.recast_tensor(a, Int32)
+        a_step = weight.bits // 4
+        for s in range(weight.unit // _STEP):
+            at = (first // _STEP + s) * a_step
+            four = fragment(reader.words[at : at + a_step], weight, self.dtype, constants)
+            for r in range(4):
+                packed[4 * s + r] = four[r]
 
     def _scale(self, acc: Any, sums: Any, pair: Any) -> None:
         for j in range(self.config.m_pad // 2):

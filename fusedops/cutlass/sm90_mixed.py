@@ -33,11 +33,11 @@ from fusedops.cutlass.accumulators import WGMMA_ROWS
 from fusedops.cutlass.arguments import chain_tensors, fake_tensor
 from fusedops.cutlass.decode_loads import DecodeLoads
 from fusedops.cutlass.math import CUTE_DTYPES, STORAGE_DTYPES
-from fusedops.cutlass.mixed_config import MixedConfig, aligned
+from fusedops.cutlass.mixed_config import MixedConfig
 from fusedops.cutlass.mixed_convert import zero_constants
 from fusedops.cutlass.mixed_exchange import Exchange
-from fusedops.cutlass.mixed_layout import STRIP_ROWS
-from fusedops.cutlass.mixed_multiply import StageProducts, a_registers, scale_pair, zero_pair
+from fusedops.cutlass.mixed_multiply import StageProducts, a_registers
+from fusedops.cutlass.mixed_operands import WeightOperands
 from fusedops.cutlass.row_statistics import RowStatistics
 from fusedops.cutlass.tile import ChainEmission
 from fusedops.epilogue.chain import Epilogue
@@ -65,7 +65,6 @@ class MixedGemm:
         self.config, self.epilogue, self.pdl = config, epilogue, pdl
         self.dtype, self.out_dtype = dtype, out_dtype
         self.element = CUTE_DTYPES[dtype]
-        self.scale_dtype = dtype if config.weight.scale_bytes == 2 else torch.float32
         self.operand_names = [operand.name for operand in epilogue.operands]
         self.output_names = [output.name for output, _ in epilogue.extra_outputs(1 << 20)]
         self.statistics = RowStatistics(
@@ -77,9 +76,8 @@ class MixedGemm:
         self.exchange = Exchange(
             config.split, config.m_pad, config.warpgroups * WARPGROUP, config.rows
         )
-        self.products = StageProducts(config, dtype, self.scale_dtype)
-        grouped = [CUTE_DTYPES[self.scale_dtype], Uint8][: 1 + config.weight.zeros]
-        self.weight_elements = [Int64, *(grouped if config.groups else [])]
+        self.products = StageProducts(config, dtype)
+        self.operands = WeightOperands(config)
 
     @cute.jit
     def __call__(
@@ -96,9 +94,9 @@ class MixedGemm:
         """Launch on ``clusters`` clusters of ``split`` CTAs.
 
         Args:
-            w: packed codes, int64 (strips, words), of ``mixed_layout.pack_codes``.
-            quantization: (scales,) or (scales, zero points) of ``mixed_layout.pack_rows``:
-                (groups, N in whole strips); one group where all of K is one.
+            w: the ``mixed_layout.words`` of packed codes, int64 (strips, words).
+            quantization: (scales,) or (scales, zero points), each (groups, N), one group where all
+                of K is one; in more of them the pitch is a multiple of 16 bytes.
             x: (M, K), rows of stride 1, address and pitch multiples of 16 bytes.
             out: (M, N'), rows of stride 1.
             tensors: the chain's operands and extra outputs; ``(out,)`` for none.
@@ -130,27 +128,8 @@ class MixedGemm:
         x_atom, x_tma = cpasync.make_tiled_tma_atom(
             load, x, cute.slice_(x_layout, (None, None, 0)), (cfg.m_pad, cfg.k)
         )
-        w_layouts = [
-            cute.make_layout(
-                (cfg.strips, cfg.strip_words, cfg.stages),
-                stride=(cfg.strip_words, 1, cfg.strips * cfg.strip_words),
-            )
-        ]
-        w_sources = [w]
-        if const_expr(cfg.groups > 0):
-            for tensor in quantization:
-                unit = 128 * 8 // tensor.element_type.width
-                size = -(-cfg.rows * cfg.groups // unit) * unit
-                w_layouts.append(
-                    cute.make_layout((cfg.rows, cfg.groups, cfg.stages), stride=(1, cfg.rows, size))
-                )
-                w_sources.append(_transposed(tensor))
-        weights = [
-            cpasync.make_tiled_tma_atom(
-                load, source, cute.slice_(layout, (None, None, 0)), layout.shape[:2]
-            )
-            for source, layout in zip(w_sources, w_layouts, strict=True)
-        ]
+        layouts = self.operands.layouts()
+        weights = self.operands.load_atoms(w, quantization, layouts)
         self.kernel(
             [atom for atom, _ in weights],
             [tensor for _, tensor in weights],
@@ -162,7 +141,7 @@ class MixedGemm:
             n_size,
             adding,
             starting,
-            w_layouts,
+            layouts,
             x_layout,
         ).launch(
             grid=[clusters * cfg.split, 1, 1],
@@ -186,11 +165,11 @@ class MixedGemm:
         n_size: Int32,
         adding: cute.TiledMma,
         starting: cute.TiledMma,
-        w_layouts: Any,
+        layouts: Any,
         x_layout: cute.ComposedLayout,
     ) -> None:
         cfg = self.config
-        weight, exchange = cfg.weight, self.exchange
+        exchange = self.exchange
         rows, k_tile, stages, split = cfg.rows, cfg.k, cfg.stages, cfg.split
         m_pad = cfg.m_pad
         consumers = cfg.warpgroups * WARPGROUP
@@ -224,24 +203,14 @@ class MixedGemm:
         s_x = smem.allocate_tensor(
             self.element, x_layout.outer, byte_alignment=1024, swizzle=x_layout.inner
         )
-        one = cute.make_layout(1)
-        weights = []
-        for element, atom, tensor, layout in zip(
-            self.weight_elements, w_atoms, w_tensors, w_layouts, strict=True
-        ):
-            shared = smem.allocate_tensor(element, layout, byte_alignment=128)
-            tiled = cute.local_tile(tensor, layout.shape[:2], (None, None))
-            to, source = cpasync.tma_partition(
-                atom, 0, one, cute.group_modes(shared, 0, 2), cute.group_modes(tiled, 0, 2)
-            )
-            weights.append((atom, source, to, shared))
+        s_w = self.operands.allocate(smem, layouts)
+        weights = self.operands.partition(w_atoms, w_tensors, s_w)
         g_x = cute.local_tile(x, (m_pad, k_tile), (0, None))
         t_xs, t_xg = cpasync.tma_partition(
-            x_atom, 0, one, cute.group_modes(s_x, 0, 2), cute.group_modes(g_x, 0, 2)
+            x_atom, 0, cute.make_layout(1), cute.group_modes(s_x, 0, 2), cute.group_modes(g_x, 0, 2)
         )
         total = (tile_last - tile_first) * k_count
         span = (tile_first, k_first, k_count, total)
-        operands = tuple((atom, source, to) for atom, source, to, _ in weights)
         stage_bytes = cfg.weight_bytes + cfg.scale_bytes + cfg.zero_bytes + m_pad * k_tile * 2
         loads = DecodeLoads(cfg, self.pdl, stage_bytes)
 
@@ -255,7 +224,7 @@ class MixedGemm:
                 cute.arch.mbarrier_init(drained, max(1, consumers * (split - 1)))
             cute.arch.mbarrier_init_fence()
             cute.arch.sync_warp()
-            loads.start(operands, x_atom, full, span)
+            loads.start(weights, x_atom, full, span)
         cute.arch.sync_threads()
         if const_expr(split > 1):
             cute.arch.cluster_arrive_relaxed()
@@ -265,7 +234,7 @@ class MixedGemm:
                 cute.arch.griddepcontrol_wait()
             if const_expr(split > 1):
                 cute.arch.cluster_wait()
-            loads.stream(operands, (x_atom, t_xg, t_xs), (full, empty), span)
+            loads.stream(weights, (x_atom, t_xg, t_xs), (full, empty), span)
         else:
             if const_expr(split > 1):
                 cute.arch.cluster_wait()
@@ -276,9 +245,7 @@ class MixedGemm:
             strip = thread // 32
             if const_expr(rows % WGMMA_ROWS != 0):
                 strip = cutlass.min(strip, Int32(cfg.strips - 1))
-            pair = strip * STRIP_ROWS + 2 * (lane // 4)
-            bases = [Int32(shared.iterator.toint()) for _, _, _, shared in weights]
-            bases[0] += strip * (cfg.strip_words * 8) + lane * 16
+            first = self.operands.first_stage(s_w, strip, lane)
             if const_expr(self.pdl):
                 cute.arch.griddepcontrol_wait()
             adding.set(warpgroup.Field.ACCUMULATE, True)
@@ -299,7 +266,8 @@ class MixedGemm:
                 coordinates = exchange.coordinates(row, column, tile_row, rank, (m_size, n_size))
                 emission = self._emission(tensors)
                 loaded = emission.load(coordinates)
-                whole = self._whole_rows(quantization, tile_row + pair)
+                scales, zeros = self.operands.whole_rows(quantization, tile_row + row, n_size)
+                constants = zero_constants(zeros, self.dtype)
                 acc.fill(0.0)
                 base = step * k_count
                 for kt in cutlass.range(k_count, unroll=1):
@@ -312,9 +280,9 @@ class MixedGemm:
                         sums,
                         registers,
                         frag_x,
-                        self._addresses(bases, stage, pair),
+                        self.operands.stage(first, stage),
                         stage,
-                        whole[1],
+                        constants,
                     )
                     # Every lane has read its part.
                     cute.arch.sync_warp()
@@ -327,7 +295,7 @@ class MixedGemm:
                         exchange.release(drained, rank)
                 values = exchange.values(acc, mine)
                 if const_expr(cfg.groups == 0):
-                    values = {(i, j): v * whole[0][j] for (i, j), v in values.items()}
+                    values = {(i, j): v * scales[j] for (i, j), v in values.items()}
 
                 def reduce_rows(
                     output: str,
@@ -351,32 +319,6 @@ class MixedGemm:
                     m_size,
                 )
 
-    def _addresses(self, bases: Any, stage: Any, pair: Any) -> tuple[Any, Any, Any]:
-        """Where a thread reads a stage's codes, scales and zero points."""
-        cfg = self.config
-        codes = bases[0] + stage * cfg.weight_bytes
-        scales = zeros = None
-        if cfg.groups > 0:
-            scales = bases[1] + stage * aligned(cfg.scale_bytes) + pair * cfg.weight.scale_bytes
-            if cfg.weight.zeros:
-                zeros = bases[2] + stage * aligned(cfg.zero_bytes) + pair
-        return codes, scales, zeros
-
-    def _whole_rows(self, quantization: Any, pair: Any) -> tuple[Any, Any]:
-        """Scales of the thread's two rows where all of K has one; the zero points' constants."""
-        cfg = self.config
-        scales = None
-        constants = zero_constants(None, self.dtype)
-        if cfg.groups == 0:
-            given = quantization[0]
-            at = cutlass.min(pair, cute.size(given, mode=[1]) - 2)
-            address = given.iterator.toint() + Int64(at) * cfg.weight.scale_bytes
-            scales = scale_pair(address, self.scale_dtype, "global")
-            if cfg.weight.zeros:
-                address = quantization[1].iterator.toint() + Int64(at)
-                constants = zero_constants(zero_pair(address, "global"), self.dtype)
-        return scales, constants
-
     def _emission(self, tensors: Any) -> ChainEmission:
         count = len(self.operand_names)
         return ChainEmission(
@@ -385,16 +327,6 @@ class MixedGemm:
             dict(zip(self.output_names, tensors[count:], strict=False)),
             self.out_dtype,
         )
-
-
-def _transposed(tensor: Any) -> Any:
-    layout = tensor.layout
-    return cute.make_tensor(
-        tensor.iterator,
-        cute.make_layout(
-            (layout.shape[1], layout.shape[0]), stride=(layout.stride[1], layout.stride[0])
-        ),
-    )
 
 
 def mixed_arguments(
@@ -408,9 +340,10 @@ def mixed_arguments(
     kernel = MixedGemm(config, epilogue, dtype, out_dtype)
     tensors = chain_tensors(epilogue, operand_dtypes, out_dtype)
     out = fake_tensor(STORAGE_DTYPES[out_dtype], 2)
-    quantization = [fake_tensor(CUTE_DTYPES[kernel.scale_dtype], 2, aligned=True)]
+    grouped = config.groups > 0
+    quantization = [fake_tensor(CUTE_DTYPES[config.weight.scale_dtype], 2, aligned=grouped)]
     if config.weight.zeros:
-        quantization.append(fake_tensor(Uint8, 2, aligned=True))
+        quantization.append(fake_tensor(Uint8, 2, aligned=grouped))
     return (
         kernel,
         fake_tensor(Int64, 2, aligned=True),

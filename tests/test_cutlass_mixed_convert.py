@@ -61,7 +61,8 @@ def interpret(code: str, *args: Any) -> Tensor:
         data = values[0] | (values[1] << 32)  # byte 7, the sign of an int64, is never selected
         picked = [(data >> (8 * (selector >> 4 * i & 7))) & 0xFF for i in range(4)]
         return picked[0] | (picked[1] << 8) | (picked[2] << 16) | (picked[3] << 24)
-    return {"and.b32": torch.bitwise_and, "xor.b32": torch.bitwise_xor}[name](*values)
+    logic = {"and": torch.bitwise_and, "or": torch.bitwise_or, "xor": torch.bitwise_xor}
+    return logic[name.removesuffix(".b32")](*values)
 
 
 @pytest.fixture(autouse=True)
@@ -117,3 +118,36 @@ def test_every_8_bit_code_is_exact(kind: Kind, viewed: torch.dtype, dtype: torch
     # The kernel takes finite weights: e4m3's NaN is read as 480.
     exact = torch.where(exact.isnan(), torch.where(codes > 127, -480.0, 480.0), exact)
     assert torch.equal(fragments(codes, NarrowWeight(kind), dtype, None), exact)
+
+
+def test_int4_beside_e4m3_activations_minus_every_zero_point() -> None:
+    """Registers hold q 2^-9 and, of products of their own, -z 2^-9."""
+    e4m3 = torch.float8_e4m3fn
+    weight = NarrowWeight("int4", 64, True, x_bits=8)
+    codes = torch.arange(16 * 128).remainder(16).to(torch.uint8).view(16, 128)
+    codes = codes.roll(3, 0) ^ torch.arange(16, dtype=torch.uint8)[:, None]
+    words = pack_codes(codes, 4, 8).view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    lanes = words.view(-1, 32, 4)
+    row, column = torch.arange(32) // 4, 4 * (torch.arange(32) % 4)
+
+    def numbers(register: Tensor) -> Tensor:
+        parts = torch.stack([(register >> (8 * i)) & 0xFF for i in range(4)], -1)
+        return parts.to(torch.uint8).view(e4m3).double() * mixed_convert.code_scale(e4m3)
+
+    for zeros in (torch.arange(16), torch.arange(16, 0, -1), None):
+        given = None if zeros is None else (zeros[row], zeros[row + 8])
+        of_rows = torch.full((16,), 8) if zeros is None else zeros
+        offsets = [
+            numbers(c.expand(32))
+            for c in map(torch.as_tensor, mixed_convert.zero_constants(given, e4m3))
+        ]
+        matrix = torch.full((16, 128), torch.nan, dtype=torch.float64)
+        for piece in range(2):
+            for step in range(2):
+                two = [lanes[piece, :, 2 * step + i] for i in range(2)]
+                for r, register in enumerate(mixed_convert.fragment(two, weight, e4m3, None)):
+                    k = piece * 64 + step * 32 + column + 16 * (r // 2)
+                    values = numbers(register) + offsets[r % 2]
+                    for i in range(4):
+                        matrix[row + 8 * (r % 2), k + i] = values[:, i]
+        assert torch.equal(matrix, codes.double() - of_rows.double()[:, None])

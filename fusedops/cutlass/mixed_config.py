@@ -8,7 +8,13 @@ from typing import Literal
 import torch
 
 from fusedops.config.files import SHARED_BYTES
-from fusedops.cutlass.mixed_layout import PIECE_BYTES, STRIP_ROWS, CodeBits, piece_columns
+from fusedops.cutlass.mixed_layout import (
+    PIECE_BYTES,
+    STRIP_ROWS,
+    ActivationBits,
+    CodeBits,
+    piece_columns,
+)
 
 __all__ = ["MixedConfig", "NarrowWeight", "mixed_stages"]
 
@@ -33,12 +39,14 @@ class NarrowWeight:
         group: columns of K that share a scale: 32, 64 or 128; 0: all of K.
         zeros: whether int4 codes have zero points (uint8, at most 16); else they are stored plus 8.
         scale_dtype: float32, bfloat16 or float16.
+        x_bits: 16 beside bfloat16 or float16 activations, 8 beside e4m3 ones (int4 only).
     """
 
     kind: Kind
     group: int = 0
     zeros: bool = False
     scale_dtype: torch.dtype = torch.bfloat16
+    x_bits: ActivationBits = 16
 
     @property
     def bits(self) -> CodeBits:
@@ -49,6 +57,20 @@ class NarrowWeight:
     def unit(self) -> int:
         """Columns that are converted at a time, into at most 16 registers."""
         return min(self.group or 64, 64)
+
+    @property
+    def step(self) -> int:
+        """Columns of one wgmma."""
+        return 32 if self.x_bits == 8 else 16
+
+    @property
+    def sum_group(self) -> int:
+        """Columns whose products are summed apart; 0: all of K.
+
+        The tensor cores keep about 14 bits of sums of e4m3 products (DeepSeek-V3 technical report,
+        2024, section 3.5.2), so with those the groups end where there is no scale too.
+        """
+        return self.group or (128 if self.x_bits == 8 else 0)
 
 
 @dataclass(frozen=True)
@@ -100,9 +122,19 @@ class MixedConfig:
         return self.k // self.weight.group if self.weight.group else 0
 
     @property
+    def sum_groups(self) -> int:
+        """Groups of a stage whose products are summed apart; 1 where all of K is one."""
+        return self.k // (self.weight.sum_group or self.k)
+
+    @property
     def weight_bytes(self) -> int:
         """Codes of a stage."""
         return self.strips * self.strip_words * 8
+
+    @property
+    def x_bytes(self) -> int:
+        """Activations of a stage."""
+        return self.m_pad * self.k * self.weight.x_bits // 8
 
     @property
     def scale_bytes(self) -> int:
@@ -120,20 +152,20 @@ class MixedConfig:
 
         A second set, for the tensor cores to run on while the first is scaled, needs registers.
         """
-        if self.weight.group == 0:
+        if self.weight.sum_group == 0:
             return 0
-        return 2 if self.m_pad <= (64 if self.weight.group == 128 else 48) else 1
+        return 2 if self.m_pad <= (64 if self.weight.sum_group == 128 else 48) else 1
 
     def illegal(self) -> str | None:
         """Why no kernel can be compiled, or None if one can."""
         weight = self.weight
         if weight.group not in (0, 32, 64, 128):
             return f"group={weight.group}: 32, 64, 128, or 0 for all of K"
-        if weight.zeros and weight.kind != "int4":
-            return f"zero points with {weight.kind}: only int4 has them"
+        if (weight.zeros or weight.x_bits == 8) and weight.kind != "int4":
+            return f"{weight.kind} with zero points or e4m3 activations: only int4 has them"
         if self.rows % STRIP_ROWS or not STRIP_ROWS <= self.rows <= 4 * _WGMMA_ROWS:
             return f"rows={self.rows} is no multiple of {STRIP_ROWS} up to {4 * _WGMMA_ROWS}"
-        if self.k % max(64, weight.group) or self.k == 0:
+        if self.k % max(64, weight.sum_group) or self.k == 0:
             return f"k={self.k} is no multiple of 64 and of the group"
         if self.strip_words > _MAX_BOX:
             return f"k={self.k}: a strip of a stage is more than one load takes"
@@ -151,14 +183,14 @@ class MixedConfig:
 def mixed_stages(config: MixedConfig) -> int:
     """TMA stages that fit the shared memory beside exchange, statistics and barriers.
 
-    ``config.stages`` is not read. Activations have two bytes an element.
+    ``config.stages`` is not read.
     """
     consumers = config.warpgroups * 128
     exchange = (config.split - 1) * consumers * (config.m_pad // (2 * config.split)) * 4
     statistics = 2 * (config.warpgroups * 4 + 1) * config.m_pad * 4
     parts = (
         config.weight_bytes,
-        config.m_pad * config.k * 2,
+        config.x_bytes,
         aligned(config.scale_bytes),
         aligned(config.zero_bytes),
         16,

@@ -1,4 +1,4 @@
-"""Narrow codes to the bfloat16 or float16 registers of a wgmma A fragment, exactly.
+"""Narrow codes to the bfloat16, float16 or e4m3 registers of a wgmma A fragment, exactly.
 
 Codes become floating-point numbers by their bits alone: below a power of two with a unit last
 place, a number's low mantissa bits are an integer that is added to it. 0x4300 | q is the bfloat16
@@ -13,6 +13,10 @@ again, with the zero point, is exact. Instructions for 8 codes (logic and shifts
 * e4m3: 6 shifts, 8 LOP3, 4 HMUL2. Exponent and mantissa are moved to their places, subnormal
   numbers included, and the difference of the exponents' biases is multiplied in.
 
+* int4 to e4m3: 1 shift, 2 LOP3. A nibble in a byte of its own is q 2^-9: of an e4m3's exponent and
+  mantissa the lower four bits count through the subnormal and the first normal numbers. The zero
+  point is subtracted by products of its own, of the activations with -z 2^-9.
+
 Source: PTX ISA, "lop3", "prmt", "sub" and "fma" of f16x2 and bf16x2.
 """
 
@@ -25,13 +29,17 @@ from cutlass import Int32, cute
 
 from fusedops.cutlass.mixed_config import NarrowWeight
 
-__all__ = ["fragment", "zero_constants"]
+__all__ = ["code_scale", "fragment", "zero_constants"]
+
 
 _AND_OR = 0xEA  # (a & b) | c
 _OR_AND = 0xF8  # a | (b & c)
 
 _MAGIC = {torch.bfloat16: 0x4300, torch.float16: 0x6400}
 _NAMES = {torch.bfloat16: "bf16x2", torch.float16: "f16x2"}
+
+
+_OR = "or.b32 {$w0}, {$r0}, {$r1};"
 
 
 def _both(half: int) -> int:
@@ -73,14 +81,26 @@ def _packed(operation: str, dtype: torch.dtype, *args: Any) -> Any:
     return _op(code, *args)
 
 
+def code_scale(dtype: torch.dtype) -> float:
+    """What a register's number stands for a multiple of, by the activations' dtype."""
+    return 512.0 if dtype == torch.float8_e4m3fn else 1.0
+
+
 def zero_constants(zeros: Any, dtype: torch.dtype) -> tuple[Any, Any]:
     """What ``fragment`` takes for the zero points of a thread's two rows.
 
     Args:
         zeros: both, at most 16, in registers of their own; None for the zero point 8 of codes
             stored plus 8.
-        dtype: bfloat16 or float16.
+        dtype: of the activations: bfloat16, float16 or float8_e4m3fn. For the last what is
+            returned is a fragment's registers of the two rows.
     """
+    if dtype == torch.float8_e4m3fn:
+        negative = _both(0x8080)
+        if zeros is None:
+            return Int32(negative | _both(0x0808)), Int32(negative | _both(0x0808))
+        first, second = (_prmt(zero, 0, 0) for zero in zeros)
+        return _op(_OR, first, negative), _op(_OR, second, negative)
     magic = _MAGIC[dtype]
     if zeros is None:
         # float16's second row has -(64 + 8), see below.
@@ -93,14 +113,16 @@ def zero_constants(zeros: Any, dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 def fragment(words: list[Any], weight: NarrowWeight, dtype: torch.dtype, constants: Any) -> Any:
-    """The four registers of a k16 step: bit 0 of the index is the row half, bit 1 the K half.
+    """The four registers of a wgmma's step: bit 0 of the index is the row half, bit 1 the K half.
 
     Args:
-        words: that hold the step: one of int4 codes, two of 8-bit ones.
+        words: that hold the step: one of int4 codes beside 16-bit activations, else two.
         weight: the format.
-        dtype: bfloat16 or float16.
-        constants: of ``zero_constants``; for int4 only.
+        dtype: of the activations: bfloat16, float16 or float8_e4m3fn.
+        constants: of ``zero_constants``; for int4 beside 16-bit activations only.
     """
+    if dtype == torch.float8_e4m3fn:
+        return [_and(_right(word, bits), _both(0x0F0F)) for word in words for bits in (0, 4)]
     if weight.kind == "int4":
         return _int4(words[0], dtype, constants)
     convert = _int8 if weight.kind == "int8" else _e4m3

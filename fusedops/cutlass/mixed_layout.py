@@ -11,6 +11,10 @@ wgmma.mma_async") register r of lane l holds row ``l // 4 + 8 (r % 2)``, columns
   one in nibble r + 4, so ``(word >> 4 r) & 0x000f000f`` picks both.
 * 8-bit: words 2 i and 2 i + 1 are step i, the second its columns from 8 on; a word's bytes 0 and 2
   are the rows of the first half, bytes 1 and 3 those eight further on.
+* 4-bit beside e4m3 activations: an A fragment of 8-bit elements has columns ``4 (l % 4) + {0, 1, 2,
+  3} + 16 (r // 2)`` of a k32 step. Words 2 i and 2 i + 1 are step i, the second its columns from 16
+  on; even nibbles are the rows of the first half, odd ones those eight further on, so ``word &
+  0x0f0f0f0f`` and ``(word >> 4) & 0x0f0f0f0f`` are registers.
 
 Codes: int4 is stored as ``q + 8`` or, with zero points, as it is (0 to 15); int8 in two's
 complement; e4m3 as its bits. N is padded to whole strips, K to whole pieces, by ``PADDING``.
@@ -28,6 +32,7 @@ __all__ = [
     "PADDING",
     "PIECE_BYTES",
     "STRIP_ROWS",
+    "ActivationBits",
     "CodeBits",
     "code_position",
     "pack_codes",
@@ -44,6 +49,7 @@ PIECE_BYTES = 512
 """Bytes of a piece: 16 for each lane of a warp."""
 
 CodeBits = Literal[4, 8]
+ActivationBits = Literal[8, 16]
 
 PADDING: dict[CodeBits, int] = {4: 8, 8: 0}
 """The code that fills up strips and pieces: zero, unless there are zero points."""
@@ -64,46 +70,60 @@ def words(packed: Tensor) -> Tensor:
     return packed.view(torch.int64).flatten(1)
 
 
-def code_position(n: int, k: int, bits: CodeBits) -> tuple[int, int]:
+def code_position(n: int, k: int, bits: CodeBits, x_bits: ActivationBits = 16) -> tuple[int, int]:
     """(strip, first bit in the strip's little-endian bytes) of the code of row n, column k."""
     columns = piece_columns(bits)
     half_row, row = divmod(n % STRIP_ROWS, 8)
-    step, column = divmod(k % columns, 16)
-    half_k, column = divmod(column, 8)
-    lane = row * 4 + column // 2
-    odd = column % 2
-    if bits == 4:
-        unit = 8 * step + half_row + 2 * half_k + 4 * odd
+    if x_bits == 8:
+        word, column = divmod(k % columns, 16)
+        member, byte = divmod(column, 4)
+        unit = 8 * word + 2 * byte + half_row
     else:
-        unit = 8 * step + 4 * half_k + half_row + 2 * odd
-    return n // STRIP_ROWS, ((k // columns) * PIECE_BYTES + lane * 16) * 8 + unit * bits
+        step, column = divmod(k % columns, 16)
+        half_k, column = divmod(column, 8)
+        member, odd = divmod(column, 2)
+        if bits == 4:
+            unit = 8 * step + half_row + 2 * half_k + 4 * odd
+        else:
+            unit = 8 * step + 4 * half_k + half_row + 2 * odd
+    first = ((k // columns) * PIECE_BYTES + (row * 4 + member) * 16) * 8
+    return n // STRIP_ROWS, first + unit * bits
 
 
-def pack_codes(codes: Tensor, bits: CodeBits) -> Tensor:
+# Axes of a padded weight's parts in the order in which their codes are stored. Parts beside 16-bit
+# activations: strip, half row, row, piece, k16 step, half of it, column pair, odd; beside e4m3
+# ones: strip, half row, row, piece, k16, column four, byte.
+_STORED: dict[tuple[CodeBits, ActivationBits], tuple[int, ...]] = {
+    (4, 16): (0, 3, 2, 6, 4, 7, 5, 1),
+    (8, 16): (0, 3, 2, 6, 4, 5, 7, 1),
+    (4, 8): (0, 3, 2, 5, 4, 6, 1),
+}
+
+
+def _parts(strips: int, pieces: int, bits: CodeBits, x_bits: ActivationBits) -> tuple[int, ...]:
+    steps = piece_columns(bits) // 16
+    return (strips, 2, 8, pieces, steps, *((2, 4, 2) if x_bits == 16 else (4, 4)))
+
+
+def pack_codes(codes: Tensor, bits: CodeBits, x_bits: ActivationBits = 16) -> Tensor:
     """Pack codes (N, K), uint8 (below 16 for 4 bits), into uint8 of ``packed_shape``."""
     n, k = codes.shape
     strips, pieces, _ = shape = packed_shape(n, k, bits)
-    columns = piece_columns(bits)
-    beyond = (0, pieces * columns - k, 0, strips * STRIP_ROWS - n)
-    padded = F.pad(codes, beyond, value=PADDING[bits])
-    # strip, half row, row, piece, step, half of k16, column pair, odd
-    parts = padded.view(strips, 2, 8, pieces, columns // 16, 2, 4, 2)
-    if bits == 4:
-        nibbles = parts.permute(0, 3, 2, 6, 4, 7, 5, 1).reshape(strips, -1, 2)
-        data = nibbles[..., 0] | (nibbles[..., 1] << 4)
-    else:
-        data = parts.permute(0, 3, 2, 6, 4, 5, 7, 1).reshape(strips, -1)
-    return data.reshape(shape).contiguous()
+    beyond = (0, pieces * piece_columns(bits) - k, 0, strips * STRIP_ROWS - n)
+    parts = F.pad(codes, beyond, value=PADDING[bits]).view(_parts(strips, pieces, bits, x_bits))
+    stored = parts.permute(_STORED[bits, x_bits]).reshape(-1, 2)
+    data = stored[:, 0] | (stored[:, 1] << 4) if bits == 4 else stored
+    return data.reshape(shape)
 
 
-def unpack_codes(packed: Tensor, n: int, k: int, bits: CodeBits) -> Tensor:
+def unpack_codes(
+    packed: Tensor, n: int, k: int, bits: CodeBits, x_bits: ActivationBits = 16
+) -> Tensor:
     """The codes (N, K), uint8, of a packed weight."""
-    strips = packed.shape[0]
-    steps = piece_columns(bits) // 16
-    data = packed.contiguous()
-    if bits == 4:
-        nibbles = torch.stack((data & 15, data >> 4), -1)
-        parts = nibbles.view(strips, -1, 8, 4, steps, 2, 2, 2).permute(0, 7, 2, 1, 4, 6, 3, 5)
-    else:
-        parts = data.view(strips, -1, 8, 4, steps, 2, 2, 2).permute(0, 7, 2, 1, 4, 5, 3, 6)
-    return parts.reshape(strips * STRIP_ROWS, -1)[:n, :k].contiguous()
+    strips, pieces, _ = packed.shape
+    order = _STORED[bits, x_bits]
+    shape = _parts(strips, pieces, bits, x_bits)
+    data = torch.stack((packed & 15, packed >> 4), -1) if bits == 4 else packed
+    stored = data.reshape([shape[axis] for axis in order])
+    rows = stored.permute([order.index(axis) for axis in range(len(order))])
+    return rows.reshape(strips * STRIP_ROWS, -1)[:n, :k].contiguous()

@@ -18,16 +18,12 @@ import torch
 from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
-from fusedops.cutlass.math import CUTE_DTYPES
 from fusedops.cutlass.mixed_config import MixedConfig
-from fusedops.cutlass.mixed_convert import fragment, zero_constants
+from fusedops.cutlass.mixed_convert import code_scale, fragment, zero_constants
 from fusedops.cutlass.mixed_layout import PIECE_BYTES
 from fusedops.cutlass.mixed_operands import ROW_HALF, StageAddresses
 
 __all__ = ["StageProducts", "a_registers"]
-
-_STEP = 16
-"""Columns of one wgmma of 16-bit operands."""
 
 _WORD_STRIDE = PIECE_BYTES // 4
 """Bytes from one to the next 32-bit word of a thread, over whole reads of four words."""
@@ -71,7 +67,7 @@ class _Reader:
 
     Attributes:
         words: of codes, in the order of K.
-        scales: of the groups, each of both rows.
+        scales: what sums of a group are multiplied by, each of both rows; None for 1.
         constants: of the groups' zero points; of all groups, where the stage holds none.
     """
 
@@ -83,7 +79,9 @@ class _Reader:
         self.scales: list[Any] = []
         self.constants: list[Any] = []
         if at.zeros is None:
-            self.constants = [constants] * max(config.groups, 1)
+            self.constants = [constants] * config.sum_groups
+        if not config.groups:
+            self.scales = [None] * config.sum_groups
 
     def read(self, columns: int) -> None:
         """Read what the first ``columns`` of the stage need and is not there yet."""
@@ -94,8 +92,8 @@ class _Reader:
             return
         scale_bytes = cfg.rows * cfg.weight.scale_dtype.itemsize
         for group in range(len(self.scales), -(-columns // cfg.weight.group)):
-            address = at.scales + group * scale_bytes
-            self.scales.append(_scale_pair(address, cfg.weight.scale_dtype))
+            pair = _scale_pair(at.scales + group * scale_bytes, cfg.weight.scale_dtype)
+            self.scales.append([scale * code_scale(self._dtype) for scale in pair])
             if at.zeros is not None:
                 zeros = _zero_pair(at.zeros + group * cfg.rows)
                 self.constants.append(zero_constants(zeros, self._dtype))
@@ -137,7 +135,7 @@ class StageProducts:
             constants: of the zero points, where the stage does not hold them.
         """
         cfg, weight = self.config, self.config.weight
-        group = weight.group or cfg.k
+        group = weight.sum_group or cfg.k
         reader = _Reader(cfg, self.dtype, addresses, constants)
         for first in range(0, cfg.k, weight.unit):
             # The next unit's words come while this one's are converted.
@@ -149,10 +147,13 @@ class StageProducts:
             if cfg.group_sums > 0:
                 target, starts = sums[of_group % cfg.group_sums], in_group == 0
             warpgroup.fence()
-            for s in range(weight.unit // _STEP):
-                at = (None, None, first // _STEP + s, stage)
+            for s in range(weight.unit // weight.step):
+                x = frag_x[(None, None, first // weight.step + s, stage)]
                 mma = multiply[starts and s == 0]
-                cute.gemm(mma, target, a[(None, None, s)], frag_x[at], target)
+                cute.gemm(mma, target, a[(None, None, s)], x, target)
+                if weight.x_bits == 8:
+                    offsets = a[(None, None, weight.unit // weight.step)]
+                    cute.gemm(multiply[False], target, offsets, x, target)
             warpgroup.commit_group()
             if cfg.group_sums == 1 and in_group + weight.unit == group:
                 warpgroup.wait_group(0)
@@ -163,25 +164,35 @@ class StageProducts:
                     self._scale(acc, sums[(of_group - 1) % 2], reader.scales[of_group - 1])
         warpgroup.wait_group(0)
         if cfg.group_sums == 2:
-            self._scale(acc, sums[(cfg.groups - 1) % 2], reader.scales[cfg.groups - 1])
+            self._scale(acc, sums[(cfg.sum_groups - 1) % 2], reader.scales[-1])
 
     def _convert(self, a: Any, reader: _Reader, first: int, constants: Any) -> None:
         """Convert the unit that starts at column ``first`` of the stage."""
         weight = self.config.weight
         packed = cute.recast_tensor(a, Int32)
-        a_step = weight.bits // 4
-        for s in range(weight.unit // _STEP):
-            at = (first // _STEP + s) * a_step
-            four = fragment(reader.words[at : at + a_step], weight, self.dtype, constants)
+        steps = weight.unit // weight.step
+        words = weight.step * weight.bits // 64
+        for s in range(steps):
+            at = (first // weight.step + s) * words
+            four = fragment(reader.words[at : at + words], weight, self.dtype, constants)
             for r in range(4):
                 packed[4 * s + r] = four[r]
+        if weight.x_bits == 8:
+            for r in range(4):
+                packed[4 * steps + r] = constants[r % 2]
 
     def _scale(self, acc: Any, sums: Any, pair: Any) -> None:
         for j in range(self.config.m_pad // 2):
-            acc[j] = acc[j] + sums[j] * pair[(j >> 1) & 1]
+            scaled = sums[j] if pair is None else sums[j] * pair[(j >> 1) & 1]
+            acc[j] = acc[j] + scaled
 
 
-def a_registers(config: MixedConfig, dtype: torch.dtype) -> Any:
-    """A unit's A fragments: ((column parity, row half, K half), 1, k16 steps)."""
-    layout = cute.make_layout(((2, 2, 2), 1, config.weight.unit // _STEP), stride=((1, 2, 4), 0, 8))
-    return cute.make_rmem_tensor(layout, CUTE_DTYPES[dtype])
+def a_registers(config: MixedConfig, element: Any) -> Any:
+    """A unit's A fragments: ((neighbours in K, row half, K half), 1, wgmma steps).
+
+    Beside e4m3 activations there is one step more, of the zero points.
+    """
+    pack = 32 // element.width
+    steps = config.weight.unit // config.weight.step + (config.weight.x_bits == 8)
+    layout = cute.make_layout(((pack, 2, 2), 1, steps), stride=((1, pack, 2 * pack), 0, 4 * pack))
+    return cute.make_rmem_tensor(layout, element)

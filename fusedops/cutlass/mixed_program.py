@@ -32,10 +32,13 @@ _LAUNCH_US = 2.1
 _MEMORY_BYTES_PER_US = 4.7e6
 _L2_BYTES_PER_US = 6e6
 _CYCLES_PER_US = 1755
-_SLOTS_A_STEP = {4: 20, 8: 26}
-"""Issue slots of a warp for a k16 step of its 16 rows, by the bits of a code, at 16 rows of x."""
+_SLOTS_A_STEP = {(4, 16): 17, (8, 16): 23, (4, 8): 9}
+"""Issue slots of a warp for 16 columns of its 16 rows, without those for sums of groups, by the
+bits of a code and of an activation."""
 _EXCHANGE_US = 0.15
 _MANY_ROUNDS = 4
+_GPC_SMS = 18
+"""SMs of a whole GPC (NVIDIA H100 Tensor Core GPU Architecture, 2022)."""
 
 
 def mixed_config(
@@ -59,9 +62,12 @@ def mixed_config(
 def mixed_clusters(config: MixedConfig, n: int, sm_count: int) -> int:
     """Clusters to launch: as few as give every one of them the same number of tiles.
 
-    With many tiles a cluster, the last round weighs less than SMs that stay idle.
+    With many tiles a cluster, the last round weighs less than SMs that stay idle. No more than run
+    at once: a cluster of 4 lies in one GPC, and GPCs of 18 SMs leave two of them idle.
     """
     slots = sm_count // config.split
+    if config.split > 2 and sm_count > _GPC_SMS:
+        slots -= 1
     tiles = -(-n // config.rows)
     rounds = -(-tiles // slots)
     return slots if rounds > _MANY_ROUNDS else -(-tiles // rounds)
@@ -74,13 +80,14 @@ def predicted_us(config: MixedConfig, n: int, k: int, sm_count: int) -> float:
     """
     bits = config.weight.bits
     clusters = mixed_clusters(config, n, sm_count)
-    rounds = -(-(-(-n // config.rows)) // clusters)
+    tiles = -(-n // config.rows)
+    rounds = -(-tiles // clusters)
     steps = rounds * -(-k // (16 * config.split))
     weights = n * k * bits / 8
     scales = n * k / config.weight.group * 2 if config.weight.group else 0
-    of_x = clusters * config.split * steps * 16 * config.m_pad * 2
-    sums = config.m_pad / 16 * 16 / (config.weight.group or 1 << 20)
-    slots = config.warpgroups * (_SLOTS_A_STEP[bits] + 8 * sums)
+    of_x = clusters * config.split * steps * 16 * config.m_pad * config.weight.x_bits / 8
+    sums = config.m_pad * 8 / (config.weight.sum_group or k)
+    slots = config.warpgroups * (_SLOTS_A_STEP[bits, config.weight.x_bits] + sums)
     busiest = rounds * config.rows * k / config.split / (n * k / sm_count)
     overlapping = (
         (weights + scales) / _MEMORY_BYTES_PER_US * max(1.0, busiest),
@@ -88,7 +95,7 @@ def predicted_us(config: MixedConfig, n: int, k: int, sm_count: int) -> float:
         steps * slots / _CYCLES_PER_US,
         steps * config.warpgroups * config.m_pad / 2 / _CYCLES_PER_US,
     )
-    joined = sum(float(part) ** 4 for part in overlapping) ** 0.25
+    joined: float = sum(float(part) ** 4 for part in overlapping) ** 0.25
     stages = steps * 16 / config.k
     return _LAUNCH_US + joined + _EXCHANGE_US * (config.split - 1) + 0.02 * stages
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import cutlass
 import torch
-from cutlass import Float32, Int32, Int64, Uint8, const_expr, cute
+from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint8, const_expr, cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
@@ -34,7 +34,7 @@ from fusedops.cutlass.arguments import chain_tensors, fake_tensor
 from fusedops.cutlass.decode_loads import DecodeLoads
 from fusedops.cutlass.math import CUTE_DTYPES, STORAGE_DTYPES
 from fusedops.cutlass.mixed_config import MixedConfig
-from fusedops.cutlass.mixed_convert import zero_constants
+from fusedops.cutlass.mixed_convert import code_scale, zero_constants
 from fusedops.cutlass.mixed_exchange import Exchange
 from fusedops.cutlass.mixed_multiply import StageProducts, a_registers
 from fusedops.cutlass.mixed_operands import WeightOperands
@@ -60,11 +60,14 @@ class MixedGemm:
         out_dtype: torch.dtype,
         pdl: bool = True,
     ) -> None:
-        if reason := config.illegal():
+        reason = config.illegal()
+        if dtype.itemsize * 8 != config.weight.x_bits:
+            reason = f"activations are {dtype}"
+        if reason is not None:
             raise ConfigError(f"{config}: {reason}.")
         self.config, self.epilogue, self.pdl = config, epilogue, pdl
         self.dtype, self.out_dtype = dtype, out_dtype
-        self.element = CUTE_DTYPES[dtype]
+        self.element = Float8E4M3FN if dtype == torch.float8_e4m3fn else CUTE_DTYPES[dtype]
         self.operand_names = [operand.name for operand in epilogue.operands]
         self.output_names = [output.name for output, _ in epilogue.extra_outputs(1 << 20)]
         self.statistics = RowStatistics(
@@ -97,7 +100,7 @@ class MixedGemm:
             w: the ``mixed_layout.words`` of packed codes, int64 (strips, words).
             quantization: (scales,) or (scales, zero points), each (groups, N), one group where all
                 of K is one; in more of them the pitch is a multiple of 16 bytes.
-            x: (M, K), rows of stride 1, address and pitch multiples of 16 bytes.
+            x: (M, K), rows of stride 1, address and pitch multiples of 16 bytes; e4m3 as uint8.
             out: (M, N'), rows of stride 1.
             tensors: the chain's operands and extra outputs; ``(out,)`` for none.
             n_size: rows of the weight.
@@ -124,6 +127,8 @@ class MixedGemm:
             self.element,
             cfg.stages,
         )
+        if const_expr(cfg.weight.x_bits == 8):
+            x = cute.make_tensor(cute.recast_ptr(x.iterator, dtype=self.element), x.layout)
         load = cpasync.CopyBulkTensorTileG2SOp()
         x_atom, x_tma = cpasync.make_tiled_tma_atom(
             load, x, cute.slice_(x_layout, (None, None, 0)), (cfg.m_pad, cfg.k)
@@ -211,7 +216,7 @@ class MixedGemm:
         )
         total = (tile_last - tile_first) * k_count
         span = (tile_first, k_first, k_count, total)
-        stage_bytes = cfg.weight_bytes + cfg.scale_bytes + cfg.zero_bytes + m_pad * k_tile * 2
+        stage_bytes = cfg.weight_bytes + cfg.scale_bytes + cfg.zero_bytes + cfg.x_bytes
         loads = DecodeLoads(cfg, self.pdl, stage_bytes)
 
         if warp == warps:
@@ -257,7 +262,7 @@ class MixedGemm:
             ).shape
             acc = cute.make_rmem_tensor(shape, Float32)
             sums = [cute.make_rmem_tensor(shape, Float32) for _ in range(cfg.group_sums)]
-            registers = [a_registers(cfg, self.dtype) for _ in range(2)]
+            registers = [a_registers(cfg, self.element) for _ in range(2)]
             mine = cute.make_rmem_tensor(cute.make_layout(exchange.owned), Float32)
 
             for tile in cutlass.range(tile_first, tile_last, unroll=1):
@@ -295,7 +300,10 @@ class MixedGemm:
                         exchange.release(drained, rank)
                 values = exchange.values(acc, mine)
                 if const_expr(cfg.groups == 0):
-                    values = {(i, j): v * scales[j] for (i, j), v in values.items()}
+                    values = {
+                        (i, j): v * (scales[j] * code_scale(self.dtype))
+                        for (i, j), v in values.items()
+                    }
 
                 def reduce_rows(
                     output: str,
@@ -348,7 +356,7 @@ def mixed_arguments(
         kernel,
         fake_tensor(Int64, 2, aligned=True),
         tuple(quantization),
-        fake_tensor(CUTE_DTYPES[dtype], 2, aligned=True),
+        fake_tensor(STORAGE_DTYPES[dtype], 2, aligned=True),
         out,
         tuple(tensors) or (out,),
         Int32(1),

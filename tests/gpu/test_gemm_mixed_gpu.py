@@ -32,6 +32,7 @@ from fusedops.providers.kernel_tensors import loaded, operands_read, written
 
 COVERS = ("fusedops/cutlass/*.py", "fusedops/epilogue/*.py")
 BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
+E4M3 = torch.float8_e4m3fn
 SM_COUNT = 6
 N, K = 592, 1096
 INT4 = NarrowWeight("int4", 128)
@@ -42,6 +43,11 @@ FORMATS = (
     NarrowWeight("int4", 64, False, FP16),
     *(NarrowWeight(kind, group) for kind in ("int8", "e4m3") for group in (0, 32, 128)),
     NarrowWeight("int8", 0, False, F32),
+)
+BESIDE_E4M3 = tuple(
+    NarrowWeight("int4", group, zeros, x_bits=8)
+    for group in (0, 32, 64, 128)
+    for zeros in (False, True)
 )
 CONFIGS = [
     config
@@ -70,7 +76,7 @@ def values_of(codes: Tensor, weight: NarrowWeight, zeros: Tensor | None) -> Tens
     """What codes (N, K) are before their scale, float64; zeros: of each column, (N, K)."""
     if weight.kind == "int4":
         return codes.double() - (8 if zeros is None else zeros.double())
-    return codes.view(torch.int8 if weight.kind == "int8" else torch.float8_e4m3fn).double()
+    return codes.view(torch.int8 if weight.kind == "int8" else E4M3).double()
 
 
 def narrow(weight: NarrowWeight, n: int, k: int, integers: bool = True, seed: int = 1) -> Narrow:
@@ -81,7 +87,7 @@ def narrow(weight: NarrowWeight, n: int, k: int, integers: bool = True, seed: in
     if weight.kind == "e4m3":
         whole = torch.randint(-8, 9, (n, k), generator=generator).float()
         drawn = whole if integers else torch.randn(n, k, generator=generator)
-        codes = drawn.to(torch.float8_e4m3fn).view(torch.uint8)
+        codes = drawn.to(E4M3).view(torch.uint8)
     else:
         codes = torch.randint(0, 1 << weight.bits, (n, k), generator=generator, dtype=torch.uint8)
     scales = torch.randint(1, 4, (groups, n), generator=generator).float()
@@ -96,7 +102,7 @@ def narrow(weight: NarrowWeight, n: int, k: int, integers: bool = True, seed: in
     exact = exact * scales.double()[columns].t()
     quantization = (scales, zeros) if weight.zeros else (scales,)
     return Narrow(
-        words(pack_codes(codes, weight.bits)).cuda(),
+        words(pack_codes(codes, weight.bits, weight.x_bits)).cuda(),
         tuple(tensor.cuda() for tensor in quantization),
         exact.cuda(),
     )
@@ -104,7 +110,9 @@ def narrow(weight: NarrowWeight, n: int, k: int, integers: bool = True, seed: in
 
 def case_of(chain: str, m: int, given: Narrow, dtype: torch.dtype, integers: bool = True) -> Case:
     """Activations and operands of a chain beside a weight; of the case's own weight the shape."""
-    return make_case(chain, m, *given.values.shape, dtype, integers=integers, device="cuda")
+    n, k = given.values.shape
+    out_dtype = BF16 if dtype == E4M3 else dtype
+    return make_case(chain, m, n, k, dtype, out_dtype=out_dtype, integers=integers, device="cuda")
 
 
 def launch(
@@ -116,7 +124,7 @@ def launch(
     operand_dtypes = tuple(operand.dtype for operand in operands)
     program = mixed_program(config, spec.epilogue, case.x.dtype, spec.out_dtype, operand_dtypes)
     kernel = dsl_kernel(program, "sm_90a")
-    x = loaded(case.x, 16)
+    x = loaded(case.x.view(torch.uint8) if case.x.dtype == E4M3 else case.x, 16)
     attempts = []
     for _ in range(2):
         results = spec.allocate(case.x)
@@ -151,6 +159,29 @@ def test_every_format_is_exact(weight: NarrowWeight, dtype: torch.dtype) -> None
         assert torch.equal(launch(config, given, case)[0], exact(case, given)), f"M={m}"
 
 
+@pytest.mark.parametrize("weight", BESIDE_E4M3, ids=str)
+def test_int4_beside_e4m3_activations_is_exact(weight: NarrowWeight) -> None:
+    """Sums of 128 products below 2^12 are exact in what the tensor cores keep of them."""
+    given = narrow(weight, N, 1104)
+    for m in (1, 16, 33, 128):
+        config = choose_mixed(weight, m, N, 1104, SM_COUNT)
+        case = case_of("bias|residual", m, given, E4M3)
+        assert torch.equal(launch(config, given, case)[0], exact(case, given)), f"M={m}"
+
+
+@pytest.mark.parametrize("group", [0, 128])
+def test_int4_beside_e4m3_activations_keeps_its_accuracy(group: int) -> None:
+    """Also where activations have a mean, so that the zero points' part is a large one."""
+    weight = NarrowWeight("int4", group, True, x_bits=8)
+    given = narrow(weight, 512, 4096, integers=False)
+    case = case_of("none", 16, given, E4M3, integers=False)
+    case.x = (torch.randn_like(case.x, dtype=F32) + 1).to(E4M3)
+    result = launch(choose_mixed(weight, 16, 512, 4096, SM_COUNT), given, case)[0].double()
+    wanted = case.x.double() @ given.values.t()
+    scale = (case.x.double().abs() @ given.values.abs().t()).clamp(min=1e-6)
+    assert ((result - wanted).abs() <= 2.0**-8 * wanted.abs() + 2.0**-11 * scale).all()
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_every_tiling_is_exact(config: MixedConfig) -> None:
     given = narrow(config.weight, N, K)
@@ -177,7 +208,7 @@ def test_every_code_comes_out_as_it_is(kind: str, dtype: torch.dtype) -> None:
         codes[(codes & 127) == 127] = 0  # NaN is no weight
     scales = torch.ones(1, 64, dtype=BF16)
     given = Narrow(
-        words(pack_codes(codes, weight.bits)).cuda(),
+        words(pack_codes(codes, weight.bits, weight.x_bits)).cuda(),
         (scales.cuda(),),
         values_of(codes, weight, None).cuda(),
     )
@@ -227,7 +258,7 @@ def test_every_epilogue_equals_the_reference(config: MixedConfig, chain: str) ->
             got, wanted = (t.amax(0) if "absmax" in chain else t.sum(0) for t in (got, wanted))
         got, wanted = got.double(), wanted.double()
         allowed = 0.01 * wanted.abs() + 0.02
-        if results[index].dtype == torch.float8_e4m3fn:
+        if results[index].dtype == E4M3:
             allowed = 0.13 * wanted.abs().clamp(min=1.0)
         elif results[index].dtype == torch.int8:
             allowed = torch.full_like(got, 1.01)

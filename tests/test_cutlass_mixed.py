@@ -30,10 +30,7 @@ EVERYTHING = "scale(x_scale,m)|scale(w_scale,n)|bias|act(gelu)|tap|quantize(e4m3
 
 
 def sass_of(config: MixedConfig, chain: str, dtype: torch.dtype, folder: Path) -> str:
-    """The code of a configuration; it multiplies from registers and does not spill.
-
-    Products with e4m3 activations have twice the columns, and are as many again for zero points.
-    """
+    """The code of a configuration; it multiplies from registers and does not spill."""
     epilogue = Epilogue.parse(chain)
     operand_dtypes = tuple(dtype if dtype in o.dtypes else o.dtypes[0] for o in epilogue.operands)
     out_dtype = epilogue.result_dtype(BF16 if dtype == E4M3 else dtype)
@@ -47,7 +44,8 @@ def sass_of(config: MixedConfig, chain: str, dtype: torch.dtype, folder: Path) -
     assert "UTMALDG" in sass
     assert "LDS.128" in sass
     products = re.findall(r"[HQ]GMMA\.64x(\d+)x(?:16|32)\.F32\S* R\d+, (\w+)", sass)
-    assert len(products) == config.k // 16
+    steps = config.k // config.weight.step
+    assert len(products) == steps * (1 + config.multiplies_zeros)
     assert all(n == str(config.m_pad) and a.startswith("R") for n, a in products)
     assert not re.search(r"\b(LDL|STL)\b", sass), "the kernel spills to local memory"
     return sass
@@ -67,14 +65,17 @@ def main_loop(sass: str) -> list[str]:
 
 @needs_dsl
 @pytest.mark.parametrize(
-    ("weight", "dtype", "k", "logic", "arithmetic", "all_of_8"),
+    ("weight", "dtype", "k", "zero_products", "logic", "arithmetic", "all_of_8"),
     [
-        (INT4, BF16, 256, 7.5, 4.0, 18.5),
-        (INT4, FP16, 256, 5.5, 4.0, 16.5),
-        (NarrowWeight("int4", 32, True), BF16, 256, 9.2, 4.0, 26.0),
-        (NarrowWeight("int8", 0), BF16, 128, 10.5, 4.1, 22.5),
-        (NarrowWeight("e4m3", 0), BF16, 128, 14.9, 4.1, 26.0),
-        (NarrowWeight("int4", 128, x_bits=8), E4M3, 256, 3.5, 0.0, 9.5),
+        (INT4, BF16, 256, False, 7.5, 4.0, 18.5),
+        (INT4, FP16, 256, False, 5.5, 4.0, 16.5),
+        (INT4, BF16, 256, True, 7.5, 0.0, 15.6),
+        (INT4, FP16, 256, True, 5.5, 0.0, 13.8),
+        (NarrowWeight("int4", 128, True), BF16, 256, True, 8.1, 0.0, 16.5),
+        (NarrowWeight("int4", 32, True), BF16, 256, False, 9.2, 4.0, 27.0),
+        (NarrowWeight("int8", 0), BF16, 128, False, 10.5, 4.1, 22.5),
+        (NarrowWeight("e4m3", 0), BF16, 128, False, 14.9, 4.1, 26.0),
+        (NarrowWeight("int4", 128, x_bits=8), E4M3, 256, True, 3.5, 0.0, 9.5),
     ],
     ids=str,
 )
@@ -82,13 +83,15 @@ def test_conversion_keeps_to_its_budget(
     weight: NarrowWeight,
     dtype: torch.dtype,
     k: int,
+    zero_products: bool,
     logic: float,
     arithmetic: float,
     all_of_8: float,
     tmp_path: Path,
 ) -> None:
     """Instructions for 8 codes of a thread: at 4.7 TB/s there are 25 slots for 4-bit codes."""
-    loop = main_loop(sass_of(mixed_config(weight, 16, 128, k, 4), "residual", dtype, tmp_path))
+    config = mixed_config(weight, 16, 128, k, 4, zero_products=zero_products)
+    loop = main_loop(sass_of(config, "residual", dtype, tmp_path))
     eights = k * 64 / 128 / 8
 
     def of(*prefixes: str) -> float:
@@ -155,6 +158,7 @@ def test_choice_is_deterministic_and_fills_the_gpu() -> None:
         (INT4, (64, 512, 1), "more than one load takes"),
         (NarrowWeight("int8"), (64, 256, 1), "more than one load takes"),
         (INT4, (64, 128, 3), "split=3: 1, 2 or 4"),
+        (NarrowWeight("e4m3", 0, x_bits=8), (64, 128, 1), "only int4 has them"),
     ],
 )
 def test_config_says_why_there_is_no_kernel(

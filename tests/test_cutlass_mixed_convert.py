@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusedops.cutlass.mixed_layout import pack_codes
+from fusedops.cutlass.mixed_layout import ActivationBits, pack_codes
 
 if importlib.util.find_spec("cutlass") is None:
     pytest.skip("nvidia-cutlass-dsl is not installed", allow_module_level=True)
@@ -71,30 +71,36 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mixed_convert, "Int32", int)
 
 
+def numbers(register: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers of registers (lanes,), in float64: (lanes, two or four)."""
+    if dtype.itemsize == 2:
+        return halves(register & 0xFFFFFFFF, dtype)
+    parts = torch.stack([(register >> (8 * i)) & 0xFF for i in range(4)], -1)
+    return parts.to(torch.uint8).view(dtype).double()
+
+
 def fragments(codes: Tensor, weight: NarrowWeight, dtype: torch.dtype, constants: Any) -> Tensor:
     """The weight that wgmma multiplies, (16, K), from the registers of all lanes."""
-    words = pack_codes(codes, weight.bits).view(torch.int32).to(torch.int64) & 0xFFFFFFFF
-    lanes = words.view(-1, 32, 4)
+    words = pack_codes(codes, weight.bits, weight.x_bits).view(torch.int32).to(torch.int64)
+    lanes = (words & 0xFFFFFFFF).view(-1, 4)
+    of_lane = lanes.view(-1, 32, 4).transpose(0, 1).reshape(32, -1)
     matrix = torch.full(codes.shape, torch.nan, dtype=torch.float64)
-    words_a_step = weight.bits // 4
-    row, column = torch.arange(32) // 4, 2 * (torch.arange(32) % 4)
-    for piece in range(lanes.shape[0]):
-        for step in range(4 // words_a_step):
-            first = step * words_a_step
-            given = [lanes[piece, :, first + i] for i in range(words_a_step)]
-            registers = mixed_convert.fragment(given, weight, dtype, constants)
-            for r, register in enumerate(registers):
-                pairs = halves(register, dtype)
-                k = (piece * (4 // words_a_step) + step) * 16 + column + 8 * (r // 2)
-                matrix[row + 8 * (r % 2), k] = pairs[:, 0]
-                matrix[row + 8 * (r % 2), k + 1] = pairs[:, 1]
+    words_a_step = weight.step * weight.bits // 64
+    neighbours = 32 // (8 * dtype.itemsize)
+    row, column = torch.arange(32) // 4, neighbours * (torch.arange(32) % 4)
+    for step in range(codes.shape[1] // weight.step):
+        given = [of_lane[:, step * words_a_step + i] for i in range(words_a_step)]
+        for r, register in enumerate(mixed_convert.fragment(given, weight, dtype, constants)):
+            k = step * weight.step + column + weight.step // 2 * (r // 2)
+            for i, value in enumerate(numbers(register, dtype).unbind(-1)):
+                matrix[row + 8 * (r % 2), k + i] = value
     return matrix
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_int4_is_stored_plus_eight(dtype: torch.dtype) -> None:
     codes = torch.randint(0, 16, (16, 128), dtype=torch.uint8)
-    constants = mixed_convert.zero_constants(None, dtype)
+    constants = mixed_convert.zero_constants(None, dtype, False)
     assert torch.equal(fragments(codes, NarrowWeight("int4"), dtype, constants), codes.double() - 8)
 
 
@@ -103,7 +109,7 @@ def test_int4_minus_every_zero_point(dtype: torch.dtype) -> None:
     codes = torch.arange(64, dtype=torch.uint8).remainder(16).repeat(16, 1)
     for zeros in (torch.arange(16), torch.arange(16, 0, -1)):
         row = torch.arange(32) // 4
-        constants = mixed_convert.zero_constants((zeros[row], zeros[row + 8]), dtype)
+        constants = mixed_convert.zero_constants((zeros[row], zeros[row + 8]), dtype, False)
         exact = codes.double() - zeros.double()[:, None]
         weight = NarrowWeight("int4", 64, zeros=True)
         assert torch.equal(fragments(codes, weight, dtype, constants), exact)
@@ -120,34 +126,22 @@ def test_every_8_bit_code_is_exact(kind: Kind, viewed: torch.dtype, dtype: torch
     assert torch.equal(fragments(codes, NarrowWeight(kind), dtype, None), exact)
 
 
-def test_int4_beside_e4m3_activations_minus_every_zero_point() -> None:
-    """Registers hold q 2^-9 and, of products of their own, -z 2^-9."""
-    e4m3 = torch.float8_e4m3fn
-    weight = NarrowWeight("int4", 64, True, x_bits=8)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn])
+@pytest.mark.parametrize("zeros", [torch.arange(16), torch.arange(16, 0, -1), None])
+def test_int4_and_a_zero_point_of_its_own_add_up(dtype: torch.dtype, zeros: Tensor | None) -> None:
+    x_bits: ActivationBits = 8 if dtype.itemsize == 1 else 16
+    weight = NarrowWeight("int4", 64, True, x_bits=x_bits)
     codes = torch.arange(16 * 128).remainder(16).to(torch.uint8).view(16, 128)
     codes = codes.roll(3, 0) ^ torch.arange(16, dtype=torch.uint8)[:, None]
-    words = pack_codes(codes, 4, 8).view(torch.int32).to(torch.int64) & 0xFFFFFFFF
-    lanes = words.view(-1, 32, 4)
-    row, column = torch.arange(32) // 4, 4 * (torch.arange(32) % 4)
-
-    def numbers(register: Tensor) -> Tensor:
-        parts = torch.stack([(register >> (8 * i)) & 0xFF for i in range(4)], -1)
-        return parts.to(torch.uint8).view(e4m3).double() * mixed_convert.code_scale(e4m3)
-
-    for zeros in (torch.arange(16), torch.arange(16, 0, -1), None):
-        given = None if zeros is None else (zeros[row], zeros[row + 8])
-        of_rows = torch.full((16,), 8) if zeros is None else zeros
-        offsets = [
-            numbers(c.expand(32))
-            for c in map(torch.as_tensor, mixed_convert.zero_constants(given, e4m3))
-        ]
-        matrix = torch.full((16, 128), torch.nan, dtype=torch.float64)
-        for piece in range(2):
-            for step in range(2):
-                two = [lanes[piece, :, 2 * step + i] for i in range(2)]
-                for r, register in enumerate(mixed_convert.fragment(two, weight, e4m3, None)):
-                    k = piece * 64 + step * 32 + column + 16 * (r // 2)
-                    values = numbers(register) + offsets[r % 2]
-                    for i in range(4):
-                        matrix[row + 8 * (r % 2), k + i] = values[:, i]
-        assert torch.equal(matrix, codes.double() - of_rows.double()[:, None])
+    row = torch.arange(32) // 4
+    given = None if zeros is None else (zeros[row], zeros[row + 8])
+    units = mixed_convert.code_scales(dtype, True)
+    constants = mixed_convert.zero_constants(given, dtype, True)
+    offsets = [numbers(torch.as_tensor(c).expand(32), dtype) for c in constants]
+    matrix = fragments(codes, weight, dtype, None)
+    for half in range(2):
+        rows = row + 8 * half
+        assert (offsets[half] == offsets[half][:, :1]).all()
+        matrix[rows[::4]] = (matrix[rows[::4]] + offsets[half][::4, :1]) * units[half]
+    of_rows = torch.full((16,), 8) if zeros is None else zeros
+    assert torch.equal(matrix, codes.double() - of_rows.double()[:, None])

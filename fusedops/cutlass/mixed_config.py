@@ -85,6 +85,10 @@ class MixedConfig:
         split: CTAs that share a tile's K (a cluster): 1, 2, or 4 with at least 16 padded rows.
         m_pad: padded M, the wgmma N: a multiple of 8.
         trigger, prefetch: as of ``fusedops.config.DecodeConfig``.
+        zero_products: int4's zero points are subtracted by products of their own, which saves
+            instructions and takes twice the products; always so beside e4m3 activations. With
+            bfloat16 ones sums of 128 + q are subtracted from each other, so about 5 bits of
+            float32's 24 are lost.
     """
 
     weight: NarrowWeight
@@ -95,6 +99,12 @@ class MixedConfig:
     m_pad: int
     trigger: int = -1
     prefetch: int = 0
+    zero_products: bool = False
+
+    @property
+    def multiplies_zeros(self) -> bool:
+        """Whether zero points are subtracted by products of their own."""
+        return self.zero_products or self.weight.x_bits == 8
 
     @property
     def warpgroups(self) -> int:
@@ -161,7 +171,7 @@ class MixedConfig:
         weight = self.weight
         if weight.group not in (0, 32, 64, 128):
             return f"group={weight.group}: 32, 64, 128, or 0 for all of K"
-        if (weight.zeros or weight.x_bits == 8) and weight.kind != "int4":
+        if (weight.zeros or self.multiplies_zeros) and weight.kind != "int4":
             return f"{weight.kind} with zero points or e4m3 activations: only int4 has them"
         if self.rows % STRIP_ROWS or not STRIP_ROWS <= self.rows <= 4 * _WGMMA_ROWS:
             return f"rows={self.rows} is no multiple of {STRIP_ROWS} up to {4 * _WGMMA_ROWS}"

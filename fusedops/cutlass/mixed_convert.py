@@ -13,9 +13,14 @@ again, with the zero point, is exact. Instructions for 8 codes (logic and shifts
 * e4m3: 6 shifts, 8 LOP3, 4 HMUL2. Exponent and mantissa are moved to their places, subnormal
   numbers included, and the difference of the exponents' biases is multiplied in.
 
-* int4 to e4m3: 1 shift, 2 LOP3. A nibble in a byte of its own is q 2^-9: of an e4m3's exponent and
-  mantissa the lower four bits count through the subnormal and the first normal numbers. The zero
-  point is subtracted by products of its own, of the activations with -z 2^-9.
+
+Zero points can also be subtracted by products of their own, of a fragment that holds minus the zero
+point in every column with the same activations: one wgmma more for each, and
+
+* int4 to e4m3: 1 shift, 2 LOP3. A nibble in a byte of its own is the e4m3 number q 2^-9: exponent
+  and mantissa count through the subnormal and the first normal numbers.
+* int4 to float16: 1 shift, 4 LOP3. A nibble is the subnormal number q 2^-24, at bit 4 q 2^-20.
+* int4 to bfloat16: 3 shifts, 4 LOP3, and 128 + q is multiplied.
 
 Source: PTX ISA, "lop3", "prmt", "sub" and "fma" of f16x2 and bf16x2.
 """
@@ -29,7 +34,7 @@ from cutlass import Int32, cute
 
 from fusedops.cutlass.mixed_config import NarrowWeight
 
-__all__ = ["code_scale", "fragment", "zero_constants"]
+__all__ = ["code_scales", "fragment", "zero_constants"]
 
 
 _AND_OR = 0xEA  # (a & b) | c
@@ -81,26 +86,27 @@ def _packed(operation: str, dtype: torch.dtype, *args: Any) -> Any:
     return _op(code, *args)
 
 
-def code_scale(dtype: torch.dtype) -> float:
-    """What a register's number stands for a multiple of, by the activations' dtype."""
-    return 512.0 if dtype == torch.float8_e4m3fn else 1.0
+def code_scales(dtype: torch.dtype, products: bool) -> tuple[float, float]:
+    """What the numbers of a thread's two rows are to be multiplied by, see ``zero_constants``."""
+    if dtype == torch.float8_e4m3fn:
+        return 2.0**9, 2.0**9
+    if dtype == torch.float16 and products:
+        return 2.0**24, 2.0**20
+    return 1.0, 1.0
 
 
-def zero_constants(zeros: Any, dtype: torch.dtype) -> tuple[Any, Any]:
-    """What ``fragment`` takes for the zero points of a thread's two rows.
+def zero_constants(zeros: Any, dtype: torch.dtype, products: bool) -> tuple[Any, ...]:
+    """The zero points of a thread's two rows, as registers of ``dtype``.
 
     Args:
         zeros: both, at most 16, in registers of their own; None for the zero point 8 of codes
             stored plus 8.
-        dtype: of the activations: bfloat16, float16 or float8_e4m3fn. For the last what is
-            returned is a fragment's registers of the two rows.
+        dtype: of the activations: bfloat16, float16 or float8_e4m3fn.
+        products: four registers that are multiplied with the activations as ``fragment``'s are,
+            which come without a zero point; else the two that ``fragment`` takes.
     """
-    if dtype == torch.float8_e4m3fn:
-        negative = _both(0x8080)
-        if zeros is None:
-            return Int32(negative | _both(0x0808)), Int32(negative | _both(0x0808))
-        first, second = (_prmt(zero, 0, 0) for zero in zeros)
-        return _op(_OR, first, negative), _op(_OR, second, negative)
+    if products:
+        return _negative_zeros(zeros, dtype)
     magic = _MAGIC[dtype]
     if zeros is None:
         # float16's second row has -(64 + 8), see below.
@@ -112,6 +118,31 @@ def zero_constants(zeros: Any, dtype: torch.dtype) -> tuple[Any, Any]:
     return first, second
 
 
+def _negative_zeros(zeros: Any, dtype: torch.dtype) -> tuple[Any, ...]:
+    """Minus the zero points, in the form of ``fragment``'s numbers: a fragment's four registers.
+
+    Each is computed: of two in one register a fragment would be put together for every product.
+    """
+    signed = {
+        torch.float8_e4m3fn: (0x8080, 0x8080),
+        torch.bfloat16: (0xC300, 0xC300),
+        torch.float16: (0x8000, 0x8000),
+    }[dtype]
+    fourth = dtype == torch.float16  # its second row's nibbles are four bits further up
+    if zeros is None:
+        eight = 0x0808 if dtype == torch.float8_e4m3fn else 0x0008
+        return (Int32(_both(signed[0] | eight)), Int32(_both(signed[1] | eight << 4 * fourth))) * 2
+    # Byte 0 of a zero point in every byte, or in the lower one of each half.
+    selector = 0x0000 if dtype == torch.float8_e4m3fn else 0x1010
+    first, second = (_prmt(zero, 0, selector) for zero in zeros)
+    second = _left(second, 4) if fourth else second
+    return tuple(
+        _op(_OR, zero, _both(sign))
+        for _ in range(2)
+        for zero, sign in zip((first, second), signed, strict=True)
+    )
+
+
 def fragment(words: list[Any], weight: NarrowWeight, dtype: torch.dtype, constants: Any) -> Any:
     """The four registers of a wgmma's step: bit 0 of the index is the row half, bit 1 the K half.
 
@@ -119,7 +150,7 @@ def fragment(words: list[Any], weight: NarrowWeight, dtype: torch.dtype, constan
         words: that hold the step: one of int4 codes beside 16-bit activations, else two.
         weight: the format.
         dtype: of the activations: bfloat16, float16 or float8_e4m3fn.
-        constants: of ``zero_constants``; for int4 beside 16-bit activations only.
+        constants: of ``zero_constants``, for int4; None leaves the zero point to products.
     """
     if dtype == torch.float8_e4m3fn:
         return [_and(_right(word, bits), _both(0x0F0F)) for word in words for bits in (0, 4)]
@@ -130,26 +161,25 @@ def fragment(words: list[Any], weight: NarrowWeight, dtype: torch.dtype, constan
 
 
 def _int4(word: Any, dtype: torch.dtype, constants: Any) -> list[Any]:
-    magic = _both(_MAGIC[dtype])
-    first, second = constants
     if dtype == torch.bfloat16:
-        return [
-            _packed(
-                "sub",
-                dtype,
-                _lop3(_right(word, 4 * r), _both(0x000F), magic, _AND_OR),
-                second if r % 2 else first,
-            )
-            for r in range(4)
-        ]
-    registers = []
+        magic = _both(_MAGIC[dtype])
+        numbers = [_lop3(_right(word, 4 * r), _both(0x000F), magic, _AND_OR) for r in range(4)]
+        if constants is None:
+            return numbers
+        return [_packed("sub", dtype, number, constants[r % 2]) for r, number in enumerate(numbers)]
+    parts = (word, _right(word, 8))
+    if constants is None:
+        return [_and(part, _both(mask)) for part in parts for mask in (0x000F, 0x00F0)]
+    return [register for part in parts for register in _float16(part, *constants)]
+
+
+def _float16(part: Any, first: Any, second: Any) -> list[Any]:
+    """Of each half of a register the nibbles 0 and 1."""
+    magic, dtype = _both(_MAGIC[torch.float16]), torch.float16
+    low = _lop3(part, _both(0x000F), magic, _AND_OR)
+    high = _lop3(part, _both(0x00F0), magic, _AND_OR)
     sixteenth = _both(0x2C00)
-    for part in (word, _right(word, 8)):
-        low = _lop3(part, _both(0x000F), magic, _AND_OR)
-        high = _lop3(part, _both(0x00F0), magic, _AND_OR)
-        registers.append(_packed("sub", dtype, low, first))
-        registers.append(_packed("fma", dtype, high, sixteenth, second))
-    return registers
+    return [_packed("sub", dtype, low, first), _packed("fma", dtype, high, sixteenth, second)]
 
 
 def _int8(word: Any, dtype: torch.dtype) -> list[Any]:

@@ -19,7 +19,7 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from fusedops.cutlass.mixed_config import MixedConfig
-from fusedops.cutlass.mixed_convert import code_scale, fragment, zero_constants
+from fusedops.cutlass.mixed_convert import code_scales, fragment, zero_constants
 from fusedops.cutlass.mixed_layout import PIECE_BYTES
 from fusedops.cutlass.mixed_operands import ROW_HALF, StageAddresses
 
@@ -93,10 +93,11 @@ class _Reader:
         scale_bytes = cfg.rows * cfg.weight.scale_dtype.itemsize
         for group in range(len(self.scales), -(-columns // cfg.weight.group)):
             pair = _scale_pair(at.scales + group * scale_bytes, cfg.weight.scale_dtype)
-            self.scales.append([scale * code_scale(self._dtype) for scale in pair])
+            units = code_scales(self._dtype, cfg.multiplies_zeros)
+            self.scales.append([scale * unit for scale, unit in zip(pair, units, strict=True)])
             if at.zeros is not None:
                 zeros = _zero_pair(at.zeros + group * cfg.rows)
-                self.constants.append(zero_constants(zeros, self._dtype))
+                self.constants.append(zero_constants(zeros, self._dtype, cfg.multiplies_zeros))
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ class StageProducts:
                 x = frag_x[(None, None, first // weight.step + s, stage)]
                 mma = multiply[starts and s == 0]
                 cute.gemm(mma, target, a[(None, None, s)], x, target)
-                if weight.x_bits == 8:
+                if cfg.multiplies_zeros:
                     offsets = a[(None, None, weight.unit // weight.step)]
                     cute.gemm(multiply[False], target, offsets, x, target)
             warpgroup.commit_group()
@@ -174,12 +175,13 @@ class StageProducts:
         words = weight.step * weight.bits // 64
         for s in range(steps):
             at = (first // weight.step + s) * words
-            four = fragment(reader.words[at : at + words], weight, self.dtype, constants)
+            taken = None if self.config.multiplies_zeros else constants
+            four = fragment(reader.words[at : at + words], weight, self.dtype, taken)
             for r in range(4):
                 packed[4 * s + r] = four[r]
-        if weight.x_bits == 8:
+        if self.config.multiplies_zeros:
             for r in range(4):
-                packed[4 * steps + r] = constants[r % 2]
+                packed[4 * steps + r] = constants[r]
 
     def _scale(self, acc: Any, sums: Any, pair: Any) -> None:
         for j in range(self.config.m_pad // 2):
@@ -190,9 +192,9 @@ class StageProducts:
 def a_registers(config: MixedConfig, element: Any) -> Any:
     """A unit's A fragments: ((neighbours in K, row half, K half), 1, wgmma steps).
 
-    Beside e4m3 activations there is one step more, of the zero points.
+    There is one step more where zero points are multiplied.
     """
     pack = 32 // element.width
-    steps = config.weight.unit // config.weight.step + (config.weight.x_bits == 8)
+    steps = config.weight.unit // config.weight.step + config.multiplies_zeros
     layout = cute.make_layout(((pack, 2, 2), 1, steps), stride=((1, pack, 2 * pack), 0, 4 * pack))
     return cute.make_rmem_tensor(layout, element)

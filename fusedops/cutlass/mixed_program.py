@@ -42,7 +42,13 @@ _GPC_SMS = 18
 
 
 def mixed_config(
-    weight: NarrowWeight, m: int, rows: int, k: int, split: int, trigger: int = -1
+    weight: NarrowWeight,
+    m: int,
+    rows: int,
+    k: int,
+    split: int,
+    trigger: int = -1,
+    zero_products: bool = False,
 ) -> MixedConfig:
     """The configuration of a tiling for ``m`` rows of activations, with all stages that fit.
 
@@ -52,7 +58,7 @@ def mixed_config(
     m_pad = m_bucket(m)
     if split == 4:
         m_pad = max(m_pad, 16)
-    config = MixedConfig(weight, rows, k, 0, split, m_pad, trigger)
+    config = MixedConfig(weight, rows, k, 0, split, m_pad, trigger, zero_products=zero_products)
     config = replace(config, stages=mixed_stages(config))
     if reason := config.illegal():
         raise ConfigError(f"{config}: {reason}.")

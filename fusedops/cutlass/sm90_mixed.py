@@ -34,7 +34,7 @@ from fusedops.cutlass.arguments import chain_tensors, fake_tensor
 from fusedops.cutlass.decode_loads import DecodeLoads
 from fusedops.cutlass.math import CUTE_DTYPES, STORAGE_DTYPES
 from fusedops.cutlass.mixed_config import MixedConfig
-from fusedops.cutlass.mixed_convert import code_scale, zero_constants
+from fusedops.cutlass.mixed_convert import code_scales, zero_constants
 from fusedops.cutlass.mixed_exchange import Exchange
 from fusedops.cutlass.mixed_multiply import StageProducts, a_registers
 from fusedops.cutlass.mixed_operands import WeightOperands
@@ -272,7 +272,7 @@ class MixedGemm:
                 emission = self._emission(tensors)
                 loaded = emission.load(coordinates)
                 scales, zeros = self.operands.whole_rows(quantization, tile_row + row, n_size)
-                constants = zero_constants(zeros, self.dtype)
+                constants = zero_constants(zeros, self.dtype, cfg.multiplies_zeros)
                 acc.fill(0.0)
                 base = step * k_count
                 for kt in cutlass.range(k_count, unroll=1):
@@ -300,10 +300,8 @@ class MixedGemm:
                         exchange.release(drained, rank)
                 values = exchange.values(acc, mine)
                 if const_expr(cfg.groups == 0):
-                    values = {
-                        (i, j): v * (scales[j] * code_scale(self.dtype))
-                        for (i, j), v in values.items()
-                    }
+                    units = code_scales(self.dtype, cfg.multiplies_zeros)
+                    values = {(i, j): v * (scales[j] * units[j]) for (i, j), v in values.items()}
 
                 def reduce_rows(
                     output: str,

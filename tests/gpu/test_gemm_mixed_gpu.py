@@ -159,6 +159,16 @@ def test_every_format_is_exact(weight: NarrowWeight, dtype: torch.dtype) -> None
         assert torch.equal(launch(config, given, case)[0], exact(case, given)), f"M={m}"
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("weight", [weight for weight in FORMATS if weight.kind == "int4"], ids=str)
+def test_products_of_zero_points_are_exact(weight: NarrowWeight, dtype: torch.dtype) -> None:
+    given = narrow(weight, N, K)
+    case = case_of("bias|residual", 16, given, dtype)
+    for split in (1, 4):
+        config = mixed_config(weight, 16, 112, 128, split, zero_products=True)
+        assert torch.equal(launch(config, given, case)[0], exact(case, given)), f"split={split}"
+
+
 @pytest.mark.parametrize("weight", BESIDE_E4M3, ids=str)
 def test_int4_beside_e4m3_activations_is_exact(weight: NarrowWeight) -> None:
     """Sums of 128 products below 2^12 are exact in what the tensor cores keep of them."""
@@ -271,7 +281,10 @@ def test_random_weights_are_within_the_bound(weight: NarrowWeight) -> None:
     given = narrow(weight, 512, 1024, integers=False)
     for m in (3, 16, 64):
         case = case_of(chain, m, given, BF16, integers=False)
-        result = launch(choose_mixed(weight, m, 512, 1024, SM_COUNT), given, case)[0]
+        config = choose_mixed(weight, m, 512, 1024, SM_COUNT)
+        if weight.kind == "int4" and m == 16:
+            config = mixed_config(weight, m, 64, 128, 2, zero_products=True)
+        result = launch(config, given, case)[0]
         named = {
             operand.name: gemm_oracle.to_numpy(tensor.cpu())
             for operand, tensor in zip(case.spec.operands, case.operands, strict=True)

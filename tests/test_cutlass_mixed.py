@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,13 @@ def test_kernel_multiplies_from_registers_without_spills(
     tmp_path: Path,
 ) -> None:
     sass_of(mixed_config(weight, m, rows, k, split), chain, dtype, tmp_path)
+
+
+@needs_dsl
+def test_prefetch_asks_for_codes_scales_and_zero_points(tmp_path: Path) -> None:
+    config = mixed_config(NarrowWeight("int4", 64, True), 16, 224, 128, 1)
+    sass = sass_of(replace(config, prefetch=4), "gate(silu)", BF16, tmp_path)
+    assert sass.count("UTMAPF") == 3
 
 
 @pytest.mark.parametrize("m", DECODE_BUCKETS)

@@ -1,4 +1,4 @@
-"""The loading warp of the decode kernel: weights ahead of the kernel before, then the ring.
+"""The loading warp of the decode kernels: weights ahead of the kernel before, then the ring.
 
 Sources: PTX ISA, "cp.async.bulk.tensor", "cp.async.bulk.prefetch.tensor", "griddepcontrol".
 """
@@ -12,8 +12,6 @@ import cutlass
 from cutlass import Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import cpasync
 
-from fusedops.config import DecodeConfig
-
 __all__ = ["DecodeLoads"]
 
 # Cache policies of createpolicy.fractional, fraction 1.0 (CUTLASS, TMA::CacheHintSm90). A weight is
@@ -26,17 +24,18 @@ _EVICT_LAST = 0x14F0000000000000
 class DecodeLoads:
     """The loads of a CTA. Operands are triples: TMA atom, its global and its shared side.
 
+    The weight is a tuple of operands: itself and, of a quantized one, its scales and zero points;
     ``activations`` are x and, where it has them, its scales.
 
     A span is (first tile, first k-tile, k-tiles of a tile, iterations in total).
 
     Attributes:
-        config: the kernel's.
+        config: the kernel's; ``stages``, ``trigger`` and ``prefetch`` are read.
         pdl: whether the next kernel may be allowed to start.
         stage_bytes: that a stage takes of all operands.
     """
 
-    config: DecodeConfig
+    config: Any
     pdl: bool
     stage_bytes: int
 
@@ -48,7 +47,6 @@ class DecodeLoads:
         that needs x. The ring is full before x can be read, so that memory would idle: L2 takes
         some more.
         """
-        w_atom, t_wg, _ = weights
         first, k_first, k_count, total = span
         ahead = cutlass.min(total, Int32(self.config.stages))
         for i in cutlass.range(ahead, unroll=1):
@@ -56,7 +54,8 @@ class DecodeLoads:
         cpasync.prefetch_descriptor(x_atom)
         beyond = cutlass.min(total, ahead + self.config.prefetch)
         for i in cutlass.range(ahead, beyond, unroll=1):
-            cute.prefetch(w_atom, t_wg[(None, first + i // k_count, k_first + i % k_count)])
+            for w_atom, t_wg, _ in weights:
+                cute.prefetch(w_atom, t_wg[(None, first + i // k_count, k_first + i % k_count)])
 
     @cute.jit
     def stream(self, weights: Any, activations: Any, barriers: Any, span: Any) -> None:
@@ -83,18 +82,18 @@ class DecodeLoads:
     def _weights(
         self, weights: Any, barrier: cute.Pointer, stage: Int32, i: Int32, span: Any
     ) -> None:
-        """Announce a stage's bytes of both operands and load iteration ``i``'s weights."""
-        w_atom, t_wg, t_ws = weights
+        """Announce a stage's bytes of all operands and load iteration ``i``'s weights."""
         first, k_first, k_count, _ = span
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.stage_bytes)
-        cute.copy(
-            w_atom,
-            t_wg[(None, first + i // k_count, k_first + i % k_count)],
-            t_ws[(None, stage)],
-            tma_bar_ptr=barrier,
-            cache_policy=Int64(_EVICT_FIRST),
-        )
+        for w_atom, t_wg, t_ws in weights:
+            cute.copy(
+                w_atom,
+                t_wg[(None, first + i // k_count, k_first + i % k_count)],
+                t_ws[(None, stage)],
+                tma_bar_ptr=barrier,
+                cache_policy=Int64(_EVICT_FIRST),
+            )
 
     def _activations(self, activations: Any, barrier: Any, stage: Any, i: Any, span: Any) -> None:
         """Load iteration ``i``'s columns of x and their scales."""

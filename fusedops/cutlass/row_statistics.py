@@ -27,13 +27,20 @@ class RowStatistics:
         names: the extra outputs, one a statistic.
         warps: consumer warps of the CTA.
         m_pad: padded M.
-        split: CTAs of a cluster; each owns the rows whose lowest bit is its rank.
+        split: CTAs of a cluster; of two each owns the rows whose lowest bit is its rank, of four
+            bit 3 of the row is the rank's second bit.
     """
 
     names: tuple[str, ...]
     warps: int
     m_pad: int
     split: int
+
+    def _owner(self, row: Any) -> Any:
+        """The rank that owns a row."""
+        if self.split <= 2:
+            return row & (self.split - 1)
+        return (row & 1) | ((row >> 2) & 2)
 
     def buffer(self, smem: Any) -> Any:
         """Per statistic a column for every warp and one for the CTA's total; None for none."""
@@ -96,7 +103,7 @@ class RowStatistics:
         for index in cutlass.range_constexpr(len(self.names)):
             parts = outputs[self.names[index]]
             if thread < m_size:
-                if (thread & (self.split - 1)) == rank:
+                if self._owner(thread) == rank:
                     parts[cluster, thread] = buffer[thread, (self.warps + 1) * index + self.warps]
                     if cluster == 0:
                         for part in cutlass.range(clusters, cute.size(parts, mode=[0]), unroll=1):

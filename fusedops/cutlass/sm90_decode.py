@@ -214,7 +214,7 @@ class DecodeGemm:
             stage_bytes += self.scales.loaded_bytes
         total = (tile_last - tile_first) * k_count
         span = (tile_first, k_first, k_count, total)
-        weights = (w_atom, w_from, w_to)
+        weights = ((w_atom, w_from, w_to),)
         loads = DecodeLoads(cfg, self.pdl, stage_bytes)
 
         if warp == warps:

@@ -13,7 +13,7 @@ import torch
 from test_cutlass_compile import extract_cubin, needs_dsl, nvdisasm
 
 from fusedops.config import DECODE_BUCKETS
-from fusedops.cutlass.mixed_config import MixedConfig, NarrowWeight
+from fusedops.config.mixed import MixedConfig, NarrowWeight
 from fusedops.cutlass.mixed_program import (
     choose_mixed,
     mixed_clusters,

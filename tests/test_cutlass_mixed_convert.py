@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusedops.cutlass.mixed_layout import ActivationBits, pack_codes
+from fusedops.weight.fragments import ActivationBits, pack_codes
 
 if importlib.util.find_spec("cutlass") is None:
     pytest.skip("nvidia-cutlass-dsl is not installed", allow_module_level=True)
 
+from fusedops.config.mixed import Kind, NarrowWeight
 from fusedops.cutlass import mixed_convert
-from fusedops.cutlass.mixed_config import Kind, NarrowWeight
 
 DTYPES = (torch.bfloat16, torch.float16)
 PACKED = {"bf16x2": torch.bfloat16, "f16x2": torch.float16}

@@ -271,13 +271,16 @@ def test_a_checkpoint_of_another_scheme_is_refused() -> None:
         fp8.load_state_dict({"weight": fp8.weight})
 
 
-@pytest.mark.parametrize("layout", ["wgmma16", "wgmma8"])
-def test_layouts_are_not_seen_from_outside(layout: str) -> None:
-    layer = QuantLinear.from_weights(weight(72, 200), None, "w4a8" if layout[-1] == "8" else "int4")
+@pytest.mark.parametrize(
+    ("name", "layout", "pieces"),
+    [("int4", "wgmma16", 4), ("w4a8", "wgmma8", 4), ("int8-wo", "wgmma16", 7)],
+)
+def test_layouts_are_not_seen_from_outside(name: str, layout: str, pieces: int) -> None:
+    layer = QuantLinear.from_weights(weight(72, 200), None, name)
     x, state = normal(3, 200), layer.state_dict()
     expected = layer(x)
     layer.set_layout(layout)
-    assert layer.weight.shape == (2, 4, 2048)
+    assert layer.weight.shape == (5, pieces, 512)
     assert torch.equal(layer(x), expected)
     tiled = layer.state_dict()
     assert all(torch.equal(tiled[key], state[key]) for key in state)

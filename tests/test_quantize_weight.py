@@ -231,12 +231,31 @@ def test_block_scales_follow_packed_rotation_partners(head_dim: int, rows: str) 
 def test_layouts_hold_the_same_values(layout: str) -> None:
     q = quantize_weight(weight_of(70, 130), scheme("int4", group=64, zero_points=True))
     tiled = q.in_layout(layout)
-    assert tiled.weight.shape == (2, 3, 2048)
+    assert tiled.weight.shape == (5, 3, 512)
     assert torch.equal(tiled.dequantize(), q.dequantize())
     assert torch.equal(tiled.in_layout("rows").weight, q.weight)
     assert torch.equal(tiled.in_layout("wgmma16").weight, q.in_layout("wgmma16").weight)
-    with pytest.raises(ConfigError, match="accepted are int4 weights"):
+    with pytest.raises(ConfigError, match="accepted are weights with scales in groups"):
         quantize_weight(weight_of(4, 4), "int8").in_layout(layout)
+
+
+@pytest.mark.parametrize("name", ["int8-wo", "fp8-wo"])
+def test_eight_bit_weights_lie_in_fragments_too(name: str) -> None:
+    q = quantize_weight(weight_of(70, 130), scheme(name, group=64))
+    tiled = q.in_layout("wgmma16")
+    assert tiled.weight.shape == (5, 5, 512)
+    assert tiled.weight.dtype == q.weight.dtype
+    assert torch.equal(tiled.dequantize(), q.dequantize())
+    assert torch.equal(tiled.in_layout("rows").weight.view(torch.uint8), q.weight.view(torch.uint8))
+    with pytest.raises(ConfigError, match="layout='wgmma8'; accepted are rows, wgmma16"):
+        q.in_layout("wgmma8")
+
+
+def test_nan_has_no_place_in_fragments() -> None:
+    q = quantize_weight(weight_of(16, 64), "fp8-wo")
+    q.weight.view(torch.uint8)[3, 5] = 0xFF
+    with pytest.raises(ConfigError, match="the weight holds NaN"):
+        q.in_layout("wgmma16")
 
 
 def test_errors_of_schemes() -> None:

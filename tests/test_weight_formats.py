@@ -355,7 +355,7 @@ def test_tiles_are_for_one_kind_of_activations() -> None:
     x = normal(2, 128).to(torch.bfloat16)
     with pytest.raises(LayoutError, match=r"x is bfloat16 and w is laid out as wgmma8; accepted.*"):
         call(replace(form, layout="wgmma8"), x, tiled, **operands)
-    other = torch.empty(1, 4, 2048, dtype=torch.uint8)[:, ::2]
+    other = torch.empty(2, 4, 512, dtype=torch.uint8)[:, ::2]
     with pytest.raises(LayoutError, match="tiles must be contiguous"):
         call(replace(form, layout="wgmma16"), x, other, **operands)
 

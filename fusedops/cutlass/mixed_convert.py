@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from cutlass import Int32, cute
 
-from fusedops.cutlass.mixed_config import NarrowWeight
+from fusedops.config.mixed import NarrowWeight
 
 __all__ = ["code_scales", "fragment", "zero_constants"]
 

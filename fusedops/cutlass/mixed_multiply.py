@@ -18,10 +18,10 @@ import torch
 from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
-from fusedops.cutlass.mixed_config import MixedConfig
+from fusedops.config.mixed import MixedConfig
 from fusedops.cutlass.mixed_convert import code_scales, fragment, zero_constants
-from fusedops.cutlass.mixed_layout import PIECE_BYTES
 from fusedops.cutlass.mixed_operands import ROW_HALF, StageAddresses
+from fusedops.weight.fragments import PIECE_BYTES
 
 __all__ = ["StageProducts", "a_registers"]
 

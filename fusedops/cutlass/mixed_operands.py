@@ -1,6 +1,6 @@
 """The operands of a narrow weight: codes, scales and zero points, from global memory to a thread.
 
-Codes are the packed int64 words of ``fusedops.cutlass.mixed_layout``; scales and zero points are
+Codes are the packed int64 words of ``fusedops.weight.fragments``; scales and zero points are
 (groups, N), N contiguous. With groups along K all of them have a place in every stage of the ring;
 where all of K is one group a thread reads its two rows' from global memory, once a tile.
 """
@@ -14,8 +14,8 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Numeric, Uint8, cute
 from cutlass.cute.nvgpu import cpasync
 
+from fusedops.config.mixed import MixedConfig, aligned
 from fusedops.cutlass.math import CUTE_DTYPES
-from fusedops.cutlass.mixed_config import MixedConfig, aligned
 
 __all__ = ["StageAddresses", "WeightOperands"]
 

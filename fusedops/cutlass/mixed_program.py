@@ -12,7 +12,7 @@ import torch
 
 import fusedops.cutlass
 from fusedops.config import m_bucket
-from fusedops.cutlass.mixed_config import MixedConfig, NarrowWeight, mixed_stages
+from fusedops.config.mixed import MixedConfig, NarrowWeight, mixed_stages
 from fusedops.epilogue.chain import Epilogue
 from fusedops.epilogue.spec import dtype_name
 from fusedops.errors import ConfigError

@@ -3,7 +3,7 @@
 As in ``fusedops.cutlass.sm90_decode`` the product is ``W x^T`` with the weight on wgmma's 64-row
 side, streamed through a ring of TMA stages that fills before ``griddepcontrol.wait``; K may be
 split over a cluster of 2 or 4 CTAs. Codes lie in memory as the threads need them
-(``fusedops.cutlass.mixed_layout``): a thread reads 16 bytes of a stage, has whole A fragments, and
+(``fusedops.weight.fragments``): a thread reads 16 bytes of a stage, has whole A fragments, and
 converts them in registers (``fusedops.cutlass.mixed_convert``) for wgmma with A from registers; x
 is read from shared memory. Scales of groups of K are multiplied into the groups' float32 sums,
 scales of whole rows into the result, so products are exact before they are summed.
@@ -30,11 +30,11 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
+from fusedops.config.mixed import MixedConfig
 from fusedops.cutlass.accumulators import WGMMA_ROWS
 from fusedops.cutlass.arguments import chain_tensors, fake_tensor
 from fusedops.cutlass.decode_loads import DecodeLoads
 from fusedops.cutlass.math import CUTE_DTYPES, STORAGE_DTYPES
-from fusedops.cutlass.mixed_config import MixedConfig
 from fusedops.cutlass.mixed_convert import code_scales, zero_constants
 from fusedops.cutlass.mixed_exchange import Exchange
 from fusedops.cutlass.mixed_multiply import StageProducts, a_registers
@@ -98,7 +98,7 @@ class MixedGemm:
         """Launch on ``clusters`` clusters of ``split`` CTAs.
 
         Args:
-            w: the ``mixed_layout.words`` of packed codes, int64 (strips, words).
+            w: the ``fragments.words`` of packed codes, int64 (strips, words).
             quantization: (scales,) or (scales, zero points), each (groups, N), one group where all
                 of K is one; in more of them the pitch is a multiple of 16 bytes.
             x: (M, K), rows of stride 1, address and pitch multiples of 16 bytes; e4m3 as uint8.

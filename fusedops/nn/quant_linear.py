@@ -51,7 +51,7 @@ class QuantLinear(QuantState):
     where activations have a static scale; ``bias`` (out_features,) or None.
 
     ``module.to(dtype)`` casts the bias only: the dtypes of the others are the scheme's.
-    ``state_dict()`` holds int4 weights in rows, whatever the layout here. ``load_state_dict`` also
+    ``state_dict()`` holds weights in rows, whatever the layout here. ``load_state_dict`` also
     takes a floating-point ``weight`` of (out_features, in_features), and quantizes it.
     """
 
@@ -79,7 +79,7 @@ class QuantLinear(QuantState):
             gate: the activation of a gated pair; the weight's rows are those of ``pack_gate_up``,
                 and the result has half as many columns.
             static: one scale for all activations, a parameter, instead of dynamic ones.
-            layout: of an int4 weight, see ``fusedops.weight.int4_layout``.
+            layout: of a weight with scales in groups, see ``fusedops.weight``.
             dtype, device: of the parameters that the scheme does not decide.
 
         Raises:

@@ -13,7 +13,7 @@ from fusedops.epilogue.base import FLOAT_DTYPES
 from fusedops.errors import ConfigError
 from fusedops.nn.base import frozen
 from fusedops.quant import QuantizedWeight, quantize_weight
-from fusedops.weight import Int4, to_tiles
+from fusedops.weight import GroupedFormat
 
 __all__ = ["QuantState"]
 
@@ -69,8 +69,12 @@ class QuantState(nn.Module):
         given = {name: tensor.detach() for name, tensor in scales.items() if tensor is not None}
         return QuantizedWeight(self.scheme, self.format, self.weight.detach(), given)
 
+    @property
+    def _layout(self) -> str:
+        return self.format.layout if isinstance(self.format, GroupedFormat) else "rows"
+
     def set_layout(self, layout: str) -> None:
-        """Lay an int4 weight out anew, see ``fusedops.weight.int4_layout``; exact."""
+        """Lay a weight with scales in groups out anew, see its format; exact."""
         stored = self.quantized().in_layout(layout)
         self.format, self._form = stored.format, str(stored.format)
         self.weight = frozen(stored.weight)
@@ -89,7 +93,7 @@ class QuantState(nn.Module):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if isinstance(self.format, Int4) and self.format.layout != "rows":
+        if self._layout != "rows":
             destination[f"{prefix}weight"] = self.quantized().in_layout("rows").weight
 
     def _load_from_state_dict(
@@ -125,21 +129,19 @@ class QuantState(nn.Module):
         shape = (self.out_features, self.in_features)
         plain = given.dtype in FLOAT_DTYPES and tuple(given.shape) == shape
         if plain and self.scheme.weight != "float":
-            layout = self.format.layout if isinstance(self.format, Int4) else "rows"
             rows = "plain" if self.gate is None else "gate_up"
             stored = quantize_weight(given, self.scheme, rows=rows)
-            stored = stored.in_layout(layout) if layout != "rows" else stored
+            stored = stored.in_layout(self._layout) if self._layout != "rows" else stored
             found = {f"{prefix}weight": stored.weight}
             for name, tensor in stored.scales.items():
                 found[f"{prefix}{name.replace('w_', 'weight_')}"] = tensor
             return found
-        if isinstance(self.format, Int4) and self.format.layout != "rows" and given.dim() == 2:
-            tiles = to_tiles(given, self.in_features, self.format.layout)
-            return {f"{prefix}weight": tiles}
         if self.scheme.weight != "float" and given.dtype != self.weight.dtype:
             raise ConfigError(
                 f"the checkpoint has {describe(given)}; accepted: "
                 f"{str(self.weight.dtype).removeprefix('torch.')} as scheme {self.scheme} stores "
                 f"it, or float32, bfloat16 or float16 of shape {shape}, which is quantized."
             )
+        if isinstance(self.format, GroupedFormat) and self._layout != "rows" and given.dim() == 2:
+            return {f"{prefix}weight": self.format.from_rows(given)}
         return {}

@@ -24,6 +24,7 @@ from fusedops.quant.schemes import Scheme, as_scheme
 from fusedops.weight import (
     BlockFp8,
     Dense,
+    EightBitWeight,
     Fp8Weight,
     GroupedFormat,
     Int4,
@@ -31,7 +32,6 @@ from fusedops.weight import (
     QuantizedFormat,
     WeightFormat,
     pack_nibbles,
-    to_tiles,
 )
 
 __all__ = ["QuantizedWeight", "empty_weight", "quantize_weight", "weight_format"]
@@ -46,19 +46,19 @@ def weight_format(
         scheme: the scheme.
         n, k: output rows and input columns.
         rows: as in ``quantize_weight``.
-        layout: of int4 weights, see ``fusedops.weight.int4_layout``; others have ``rows`` only.
+        layout: of weights in groups, see their formats; others have ``rows`` only.
 
     Raises:
         ConfigError: the scheme has no such layout.
     """
     if scheme.weight == "int4":
         return Int4(n, k, scheme.group, "uint8" if scheme.zero_points else "none", layout)
+    if scheme.sharing == "group":
+        return (Int8Weight if scheme.weight == "int8" else Fp8Weight)(n, k, scheme.group, layout)
     if layout != "rows":
         raise ConfigError(f"scheme {scheme}: layout={layout!r}; accepted: rows.")
     if scheme.sharing == "block":
         return BlockFp8(n, k, rows)
-    if scheme.sharing == "group":
-        return (Int8Weight if scheme.weight == "int8" else Fp8Weight)(n, k, scheme.group)
     return Dense(n, k)
 
 
@@ -128,20 +128,20 @@ class QuantizedWeight:
         return self.weight.float() * (scale.unsqueeze(1) if scale.dim() else scale)
 
     def in_layout(self, layout: str) -> QuantizedWeight:
-        """The same int4 weight laid out as ``fusedops.weight.int4_layout`` says.
+        """The same weight laid out anew, see its format; exact.
 
         Raises:
-            ConfigError: the weight is not int4, or there is no such layout.
+            ConfigError: the format has no such layout, or the layout no place for a value.
         """
         stored = self.format
-        if not isinstance(stored, Int4):
-            raise ConfigError(f"in_layout: the weight is {stored}; accepted are int4 weights.")
+        if not isinstance(stored, (Int4, EightBitWeight)):
+            raise ConfigError(
+                f"in_layout: the weight is {stored}; accepted are weights with scales in groups."
+            )
         if layout == stored.layout:
             return self
         new = replace(stored, layout=layout)
-        rows = stored.in_rows(self.weight)
-        weight = rows if layout == "rows" else to_tiles(rows, stored.k, layout)
-        return replace(self, format=new, weight=weight)
+        return replace(self, format=new, weight=new.from_rows(stored.in_rows(self.weight)))
 
 
 def quantize_weight(

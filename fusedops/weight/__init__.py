@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from fusedops.weight.base import WeightFormat, WeightOperand
 from fusedops.weight.dense import DENSE_DTYPES, Dense, float_product, in_blocks
+from fusedops.weight.fragments import pack_codes, unpack_codes
 from fusedops.weight.grouped import (
     GROUP_SIZES,
     BlockFp8,
+    EightBitWeight,
     Fp8Weight,
     GroupedFormat,
     Int4,
@@ -27,6 +29,7 @@ __all__ = [
     "INT4_LAYOUTS",
     "BlockFp8",
     "Dense",
+    "EightBitWeight",
     "Fp8Weight",
     "GroupedFormat",
     "Int4",
@@ -36,8 +39,10 @@ __all__ = [
     "WeightOperand",
     "float_product",
     "in_blocks",
+    "pack_codes",
     "pack_nibbles",
     "to_rows",
     "to_tiles",
+    "unpack_codes",
     "unpack_nibbles",
 ]

@@ -15,18 +15,20 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fusedops.check import describe
+from fusedops.check import describe, require_choice
 from fusedops.epilogue.base import FLOAT_DTYPES, Context, Operand
 from fusedops.epilogue.nodes import PACK
 from fusedops.epilogue.outputs import GROUP
 from fusedops.errors import ConfigError, DTypeError, LayoutError, ShapeError
 from fusedops.weight.base import ROWS_OF_X, WeightFormat, WeightOperand
 from fusedops.weight.dense import float_product
-from fusedops.weight.int4_layout import INT4_LAYOUTS, int4_shape, to_rows, unpack_nibbles
+from fusedops.weight.fragments import pack_codes, packed_shape, unpack_codes
+from fusedops.weight.int4_layout import INT4_LAYOUTS, int4_shape, to_rows, to_tiles, unpack_nibbles
 
 __all__ = [
     "GROUP_SIZES",
     "BlockFp8",
+    "EightBitWeight",
     "Fp8Weight",
     "GroupedFormat",
     "Int4",
@@ -104,8 +106,28 @@ class QuantizedFormat(WeightFormat):
         return declared.view(tensor, 0, self.n)
 
 
+class LaidOut:
+    """A weight that lies in rows, or as a kernel's registers take it.
+
+    Attributes:
+        layouts: what ``layout`` may be; the first is ``rows``.
+        layout: a field of each format.
+    """
+
+    layouts: ClassVar[tuple[str, ...]] = INT4_LAYOUTS
+    layout: str
+
+    def in_rows(self, weight: Tensor) -> Tensor:
+        """The stored weight in the layout ``rows``."""
+        raise NotImplementedError
+
+    def from_rows(self, rows: Tensor) -> Tensor:
+        """A weight in the layout ``rows`` as this format stores it; the inverse of ``in_rows``."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class GroupedFormat(QuantizedFormat):
+class GroupedFormat(LaidOut, QuantizedFormat):
     """A row's values in groups of consecutive columns, each group with a scale.
 
     Operand: ``w_scale`` (groups, N), N contiguous, so that a tile's scales of one group are one
@@ -117,6 +139,7 @@ class GroupedFormat(QuantizedFormat):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_choice(self.spec_name, "layout", self.layout, self.layouts)
         if self.group == self.k and self.k not in GROUP_SIZES:
             object.__setattr__(self, "group", 0)
         if self.group not in (0, *GROUP_SIZES):
@@ -156,9 +179,19 @@ class GroupedFormat(QuantizedFormat):
             return of_rows
         return of_rows.repeat_interleave(self.group_columns, dim=1)[:, : self.k]
 
+    def check(self, x: Tensor, weight: Tensor) -> None:
+        super().check(x, weight)
+        if self.layout != "rows" and (self.layout == "wgmma8") != (x.dtype == _E4M3):
+            fitting = "wgmma8" if x.dtype == _E4M3 else "wgmma16"
+            raise LayoutError(
+                f"gemm: x is {_word(x.dtype)} and w is laid out as {self.layout}; accepted beside "
+                f"such x are rows and {fitting}. Convert w with in_rows() of its format and "
+                "from_rows() of the other."
+            )
+
     def integers(self, weight: Tensor, operands: Mapping[str, Tensor | None]) -> Tensor:
         """The values before their scale, float32 (N, K), exact."""
-        return weight.float()
+        return self.in_rows(weight).float()
 
     def dequantize(self, weight: Tensor, operands: Mapping[str, Tensor | None]) -> Tensor:
         scale = self.by_column(self._operand(operands, "w_scale"))
@@ -166,18 +199,56 @@ class GroupedFormat(QuantizedFormat):
 
 
 @dataclass(frozen=True)
-class Int8Weight(GroupedFormat):
-    """int8 (N, K) beside 16-bit activations: ``w = q * w_scale``."""
+class EightBitWeight(GroupedFormat):
+    """Eight bits a value: ``w = q * w_scale``.
+
+    ``layout``: ``rows``, (N, K), or ``wgmma16``, (ceil(N/16), ceil(K/32), 512), see
+    ``fusedops.weight.fragments``.
+    """
+
+    layouts: ClassVar[tuple[str, ...]] = ("rows", "wgmma16")
+    layout: str = "rows"
+
+    def weight_shape(self) -> tuple[int, ...]:
+        return (self.n, self.k) if self.layout == "rows" else packed_shape(self.n, self.k, 8)
+
+    def in_rows(self, weight: Tensor) -> Tensor:
+        if self.layout == "rows":
+            return weight
+        return unpack_codes(weight.view(torch.uint8), self.n, self.k, 8).view(self.w_dtype)
+
+    def from_rows(self, rows: Tensor) -> Tensor:
+        if self.layout == "rows":
+            return rows
+        return pack_codes(rows.view(torch.uint8), 8).view(self.w_dtype)
+
+
+@dataclass(frozen=True)
+class Int8Weight(EightBitWeight):
+    """int8 beside 16-bit activations."""
 
     spec_name: ClassVar[str] = "int8_wo"
 
 
 @dataclass(frozen=True)
-class Fp8Weight(GroupedFormat):
-    """e4m3 (N, K) beside 16-bit activations: ``w = q * w_scale``."""
+class Fp8Weight(EightBitWeight):
+    """e4m3 beside 16-bit activations; in the layout ``wgmma16`` without NaN."""
 
     spec_name: ClassVar[str] = "fp8_wo"
     w_dtype: ClassVar[torch.dtype] = _E4M3
+
+    def from_rows(self, rows: Tensor) -> Tensor:
+        # A kernel moves the bits of finite numbers.
+        if (
+            self.layout != "rows"
+            and not rows.is_meta
+            and bool((rows.view(torch.uint8) & 127 == 127).any())
+        ):
+            raise ConfigError(
+                f"{self}: the weight holds NaN, which the layout {self.layout} has no place for; "
+                "keep it in rows, or load the checkpoint again."
+            )
+        return super().from_rows(rows)
 
 
 @dataclass(frozen=True)
@@ -205,10 +276,6 @@ class Int4(GroupedFormat):
         super().__post_init__()
         if self.zero not in ("none", "uint8"):
             raise ConfigError(f"int4: zero={self.zero!r}; accepted are none, uint8.")
-        if self.layout not in INT4_LAYOUTS:
-            raise ConfigError(
-                f"int4: layout={self.layout!r}; accepted are {', '.join(INT4_LAYOUTS)}."
-            )
 
     def weight_shape(self) -> tuple[int, ...]:
         return int4_shape(self.layout, self.n, self.k)
@@ -223,19 +290,11 @@ class Int4(GroupedFormat):
         zeros = 0 if self.zero == "none" else self.groups * self.n
         return super().stored_bytes(x_dtype) + zeros
 
-    def check(self, x: Tensor, weight: Tensor) -> None:
-        super().check(x, weight)
-        if self.layout != "rows" and (self.layout == "wgmma8") != (x.dtype == _E4M3):
-            fitting = "wgmma8" if x.dtype == _E4M3 else "wgmma16"
-            raise LayoutError(
-                f"gemm: x is {_word(x.dtype)} and w is laid out as {self.layout}; accepted beside "
-                f"such x are rows and {fitting}. Convert w with fusedops.weight.to_rows() and "
-                "to_tiles()."
-            )
-
     def in_rows(self, weight: Tensor) -> Tensor:
-        """The stored weight in the layout ``rows``."""
         return weight if self.layout == "rows" else to_rows(weight, self.n, self.k, self.layout)
+
+    def from_rows(self, rows: Tensor) -> Tensor:
+        return rows if self.layout == "rows" else to_tiles(rows, self.k, self.layout)
 
     def integers(self, weight: Tensor, operands: Mapping[str, Tensor | None]) -> Tensor:
         q = unpack_nibbles(self.in_rows(weight), self.k).float()

@@ -16,8 +16,7 @@ from gemm_cases import CHAINS, QUANTIZING, Case, make_case
 from torch import Tensor
 
 import fusedops
-from fusedops.cutlass.mixed_config import MixedConfig, NarrowWeight
-from fusedops.cutlass.mixed_layout import pack_codes, words
+from fusedops.config.mixed import MixedConfig, NarrowWeight
 from fusedops.cutlass.mixed_program import (
     choose_mixed,
     mixed_clusters,
@@ -29,6 +28,7 @@ from fusedops.epilogue.base import FLOAT32_ROUNDOFF
 from fusedops.epilogue.outputs import RowStat
 from fusedops.jit.dsl import dsl_kernel
 from fusedops.providers.kernel_tensors import loaded, operands_read, written
+from fusedops.weight.fragments import pack_codes, words
 
 COVERS = ("fusedops/cutlass/*.py", "fusedops/epilogue/*.py")
 BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32

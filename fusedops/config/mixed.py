@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from fusedops.config.files import SHARED_BYTES
-from fusedops.cutlass.mixed_layout import (
+from fusedops.weight.fragments import (
     PIECE_BYTES,
     STRIP_ROWS,
     ActivationBits,

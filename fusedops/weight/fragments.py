@@ -1,23 +1,25 @@
-"""How narrow weights lie in memory for ``fusedops.cutlass.sm90_mixed``: whole wgmma fragments.
+"""How narrow weights lie in memory for a kernel: whole wgmma fragments (``wgmma16``, ``wgmma8``).
 
 A weight (N, K) of 4- or 8-bit codes is stored in strips of 16 rows, a strip in pieces of 512 bytes:
 64 columns of 4-bit or 32 of 8-bit codes. So a tile may have any multiple of 16 rows. Lane l of the
 warp that multiplies the strip reads its 16 bytes at 16 l of a piece and has whole A fragments of
-four (4-bit) or two (8-bit) k16 steps. In a fragment (PTX ISA, "Register Fragments for
-wgmma.mma_async") register r of lane l holds row ``l // 4 + 8 (r % 2)``, columns
-``2 (l % 4) + {0, 1} + 8 (r // 2)``.
+four (4-bit) or two (8-bit) k16 steps, so one 16-byte load fills all their registers and consecutive
+lanes read consecutive addresses. In a fragment (PTX ISA, "Register Fragments for wgmma.mma_async")
+register r of lane l holds row ``l // 4 + 8 (r % 2)``, columns ``2 (l % 4) + {0, 1} + 8 (r // 2)``.
 
-* 4-bit: word i of the 16 bytes is k16 step i; register r has its even column in nibble r, its odd
-  one in nibble r + 4, so ``(word >> 4 r) & 0x000f000f`` picks both.
-* 8-bit: words 2 i and 2 i + 1 are step i, the second its columns from 8 on; a word's bytes 0 and 2
-  are the rows of the first half, bytes 1 and 3 those eight further on.
-* 4-bit beside e4m3 activations: an A fragment of 8-bit elements has columns ``4 (l % 4) + {0, 1, 2,
-  3} + 16 (r // 2)`` of a k32 step. Words 2 i and 2 i + 1 are step i, the second its columns from 16
-  on; even nibbles are the rows of the first half, odd ones those eight further on, so ``word &
-  0x0f0f0f0f`` and ``(word >> 4) & 0x0f0f0f0f`` are registers.
+* 4-bit, ``wgmma16``: word i of the 16 bytes is k16 step i; register r has its even column in nibble
+  r, its odd one in nibble r + 4, so ``(word >> 4 r) & 0x000f000f`` picks both.
+* 8-bit, ``wgmma16``: words 2 i and 2 i + 1 are step i, the second its columns from 8 on; a word's
+  bytes 0 and 2 are the rows of the first half, bytes 1 and 3 those eight further on.
+* 4-bit, ``wgmma8``, beside 8-bit activations: an A fragment of 8-bit elements has columns ``4 (l %
+  4) + {0, 1, 2, 3} + 16 (r // 2)`` of a k32 step. Words 2 i and 2 i + 1 are step i, the second its
+  columns from 16 on; even nibbles are the rows of the first half, odd ones those eight further on,
+  so ``word & 0x0f0f0f0f`` and ``(word >> 4) & 0x0f0f0f0f`` are registers.
 
 Codes: int4 is stored as ``q + 8`` or, with zero points, as it is (0 to 15); int8 in two's
-complement; e4m3 as its bits. N is padded to whole strips, K to whole pieces, by ``PADDING``.
+complement; e4m3 as its bits. N is padded to whole strips, K to whole pieces, by ``PADDING``. Rows
+are packed (``fusedops.packing``: gate/up, rotation partners) before strips are made; partners lie 8
+rows apart, so that one lane holds both in registers r and r + 1.
 """
 
 from __future__ import annotations
@@ -126,4 +128,4 @@ def unpack_codes(
     data = torch.stack((packed & 15, packed >> 4), -1) if bits == 4 else packed
     stored = data.reshape([shape[axis] for axis in order])
     rows = stored.permute([order.index(axis) for axis in range(len(order))])
-    return rows.reshape(strips * STRIP_ROWS, -1)[:n, :k].contiguous()
+    return rows.reshape(strips * STRIP_ROWS, pieces * piece_columns(bits))[:n, :k].contiguous()

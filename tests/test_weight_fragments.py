@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusedops.cutlass.mixed_layout import (
+from fusedops.weight.fragments import (
     ActivationBits,
     CodeBits,
     code_position,

@@ -29,7 +29,7 @@ from fusedops.providers.cutlass_sm80 import CutlassSm80Provider
 from fusedops.providers.kernel_tensors import operands_read
 from fusedops.weight import BlockFp8, Int4
 
-E4M3 = torch.float8_e4m3fn
+E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 SHARED_BYTES = 227 * 1024
 
 
@@ -196,8 +196,8 @@ def test_providers_say_what_formats_they_take() -> None:
     gated = block_problem("gate", 16)
     packed = replace(gated, spec=replace(gated.spec, weight=BlockFp8(4096, 4096, "gate_up")))
     assert "no kernel for blocks of interleaved rows" in CutlassProvider().supports(packed).reason
-    int4 = replace(gated, spec=replace(gated.spec, weight=Int4(4096, 4096)))
-    assert "no kernel for the weight format int4" in CutlassProvider().supports(int4).reason
+    int4 = replace(gated, spec=replace(gated.spec, weight=Int4(4096, 4096)), x_dtype=BF16)
+    assert "in the layout wgmma16, got rows" in CutlassProvider().supports(int4).reason
     ampere = CutlassSm80Provider().supports(block_problem("bias", 16))
     assert "no kernel for the weight format block_fp8(4096,4096)" in ampere.reason
 

@@ -10,17 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from narrow_weights import fastest_config, mixed_configs
 from test_cutlass_compile import extract_cubin, needs_dsl, nvdisasm
 
 from fusedops.config import DECODE_BUCKETS
 from fusedops.config.mixed import MixedConfig, NarrowWeight
-from fusedops.cutlass.mixed_program import (
-    choose_mixed,
-    mixed_clusters,
-    mixed_config,
-    mixed_configs,
-    mixed_program,
-)
+from fusedops.config.mixed_tiles import mixed_clusters, mixed_config
+from fusedops.cutlass.mixed_program import mixed_program
 from fusedops.epilogue.chain import Epilogue
 from fusedops.errors import ConfigError
 from fusedops.jit.dsl import OBJECT, compile_dsl
@@ -151,8 +147,8 @@ def test_every_m_has_tilings_that_fit(m: int) -> None:
 
 def test_choice_is_deterministic_and_fills_the_gpu() -> None:
     for n, k in ((4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336)):
-        config = choose_mixed(INT4, 16, n, k, 132)
-        assert config == choose_mixed(INT4, 16, n, k, 132)
+        config = fastest_config(INT4, 16, n, k, 132)
+        assert config == fastest_config(INT4, 16, n, k, 132)
         assert 120 <= mixed_clusters(config, n, 132) * config.split <= 132
 
 
@@ -180,7 +176,7 @@ def test_config_says_that_registers_or_rows_do_not_suffice() -> None:
     with pytest.raises(ConfigError, match="more registers than there are"):
         mixed_config(INT4, 64, 192, 128, 1)
     with pytest.raises(ConfigError, match="at most 128"):
-        choose_mixed(INT4, 129, 64, 64, 132)
+        mixed_config(INT4, 129, 64, 128, 1)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="no nvidia-cutlass-dsl")

@@ -20,6 +20,7 @@ from fusedops.nn import (
     QuantMLP,
     QuantQKV,
     RMSNorm,
+    quant_state,
 )
 from fusedops.packing import unpack_gate_up
 from fusedops.quant import SCHEMES, quantize_weight, scheme
@@ -357,3 +358,33 @@ def test_errors_name_the_argument() -> None:
         QuantMLP(QuantLinear.from_quantized(q), QuantLinear.from_quantized(q))
     with pytest.raises(ShapeError, match="the joint layer has 24 rows; accepted are 64"):
         QuantQKV(QuantLinear.from_quantized(q), 2, 1, 16)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), [("int4", "wgmma16"), ("w4a8", "wgmma8"), ("fp8-wo", "wgmma16")]
+)
+def test_a_layer_is_laid_out_for_the_kernels_of_its_device(
+    name: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the CPU in the place of a GPU: made there, moved there, and made without values."""
+    rows = QuantLinear.from_weights(weight(40, 96), None, name)
+    x = normal(3, 96)
+    expected = rows(x)
+
+    def of_device(form: object, x_dtype: torch.dtype | None, device: torch.device) -> str:
+        return "wgmma8" if x_dtype == torch.float8_e4m3fn else "wgmma16"
+
+    monkeypatch.setattr(quant_state, "kernel_layout", of_device)
+    made = QuantLinear.from_weights(weight(40, 96), None, name)
+    empty = QuantLinear(96, 40, name)
+    from_meta = QuantLinear(96, 40, name, device="meta").to_empty(device="cpu")
+    for layer in (empty, from_meta):
+        layer.load_state_dict(rows.state_dict())
+    for layer in (made, empty, from_meta):
+        assert f"{layer.format}".endswith(layout + ")")
+        assert torch.equal(layer(x), expected)
+        state = layer.state_dict()
+        assert all(torch.equal(state[key], given) for key, given in rows.state_dict().items())
+    monkeypatch.setattr(quant_state, "kernel_layout", lambda *_: None)
+    made.to("meta").to_empty(device="cpu")
+    assert made.weight.shape == rows.weight.shape

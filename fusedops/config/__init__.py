@@ -10,19 +10,23 @@ from fusedops.config.decode import (
     m_bucket,
 )
 from fusedops.config.files import DECODE_BUCKETS, NamedTile, tuned_choices, tuning_key
+from fusedops.config.mixed_tiles import MixedTile, choose_mixed, mixed_tiles
 from fusedops.config.prefill import PrefillConfig, PrefillTile, choose_prefill, prefill_tiles
 
 __all__ = [
     "DECODE_BUCKETS",
     "DecodeConfig",
     "DecodeTile",
+    "MixedTile",
     "NamedTile",
     "PrefillConfig",
     "PrefillTile",
     "choose_decode",
+    "choose_mixed",
     "choose_prefill",
     "decode_tiles",
     "m_bucket",
+    "mixed_tiles",
     "prefill_tiles",
     "tuned_choices",
     "tuning_key",

@@ -14,6 +14,7 @@ from fusedops.prologue import NO_PROLOGUE, RmsNormPrologue
 __all__ = [
     "DecodeConfig",
     "DecodeTile",
+    "chain_refusal",
     "choose_decode",
     "decode_tiles",
     "m_bucket",
@@ -192,13 +193,7 @@ class DecodeTile:
             return refusal
         if self.problem_config(problem).stages < 3:
             return "fewer than 3 stages fit the shared memory"
-        for node in problem.spec.epilogue:
-            parts = getattr(node, "parts", None)
-            if parts is not None and parts < self.clusters(problem.spec.n, problem.sm_count):
-                return f"{node} has too few parts for one a cluster"
-            if node.group_columns() > 1:
-                return f"{node}: no tile of the decode kernel holds whole groups"
-        return None
+        return chain_refusal(problem, self.clusters(problem.spec.n, problem.sm_count))
 
     def predicted_us(self, problem: GemmProblem) -> float:
         """Time by the analytic model: memory, the busiest SM's loads and its products overlap.
@@ -231,6 +226,17 @@ class DecodeTile:
         stage_bytes = self.rows * self.columns(element) * element
         barriers = 0.09 * steps / self.columns(element) * max(0.0, 1.0 - stage_bytes / 16384)
         return _LAUNCH_US + busy + epilogues + exchange + barriers
+
+
+def chain_refusal(problem: GemmProblem, clusters: int) -> str | None:
+    """Why decode kernels cannot run the problem's chain on ``clusters`` clusters, or None."""
+    for node in problem.spec.epilogue:
+        parts = getattr(node, "parts", None)
+        if parts is not None and parts < clusters:
+            return f"{node} has too few parts for one a cluster"
+        if node.group_columns() > 1:
+            return f"{node}: no tile of the decode kernel holds whole groups"
+    return None
 
 
 def _prologue_refusal(problem: GemmProblem) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -167,13 +168,18 @@ def tuning_m(m: int) -> int:
 def tuning_key(problem: GemmProblem) -> str:
     """What a measured choice is filed under: sizes, M bucket, dtype and whether columns pair.
 
-    Formats other than dense stand behind that.
+    Formats other than dense stand behind that, with their options.
     """
     spec = problem.spec
     gated = "gated" if spec.out_n != spec.n else "plain"
     dtype = str(problem.x_dtype).removeprefix("torch.")
-    form = "" if spec.weight.spec_name == Dense.spec_name else f" {spec.weight.spec_name}"
-    return f"n{spec.n} k{spec.k} m{tuning_m(problem.m)} {dtype} {gated}{form}"
+    key = f"n{spec.n} k{spec.k} m{tuning_m(problem.m)} {dtype} {gated}"
+    weight = spec.weight
+    if weight.spec_name == Dense.spec_name:
+        return key
+    values = ((f.name, getattr(weight, f.name), f.default) for f in fields(weight)[2:])
+    options = (f"{name}={value}" for name, value, default in values if value != default)
+    return " ".join((key, weight.spec_name, *options))
 
 
 def winners(problem: GemmProblem, gpu: str) -> set[str]:

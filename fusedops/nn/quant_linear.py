@@ -50,6 +50,10 @@ class QuantLinear(QuantState):
     points, ``weight_zero`` (shapes: ``fusedops.quant.QuantizedWeight``); ``input_scale`` () float32
     where activations have a static scale; ``bias`` (out_features,) or None.
 
+    On a GPU whose kernel takes int4 or 8-bit weights with scales in groups (sm_90a) they lie in the
+    order of its registers, ``wgmma16`` or beside e4m3 activations ``wgmma8``, from when the layer
+    is made there or moved there on; elsewhere in rows. ``set_layout`` changes that.
+
     ``module.to(dtype)`` casts the bias only: the dtypes of the others are the scheme's.
     ``state_dict()`` holds weights in rows, whatever the layout here. ``load_state_dict`` also
     takes a floating-point ``weight`` of (out_features, in_features), and quantizes it.
@@ -79,7 +83,8 @@ class QuantLinear(QuantState):
             gate: the activation of a gated pair; the weight's rows are those of ``pack_gate_up``,
                 and the result has half as many columns.
             static: one scale for all activations, a parameter, instead of dynamic ones.
-            layout: of a weight with scales in groups, see ``fusedops.weight``.
+            layout: of a weight with scales in groups, see ``fusedops.weight``; ``rows`` stands for
+                what the device's kernel takes.
             dtype, device: of the parameters that the scheme does not decide.
 
         Raises:
@@ -95,6 +100,8 @@ class QuantLinear(QuantState):
         scale = torch.empty((), dtype=torch.float32, device=device) if static else None
         of_bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
         self._hold(empty, of_bias, scale, activation, gate)
+        if layout == "rows":
+            self._lay_out(has_values=False)
 
     @classmethod
     def from_weights(
@@ -172,6 +179,7 @@ class QuantLinear(QuantState):
         nn.Module.__init__(module)
         of_bias = None if bias is None else bias.reshape(-1)
         module._hold(replace(stored, scales=scales), of_bias, input_scale, activation, gate)
+        module._lay_out()
         return module
 
     def quantize(self, x: Tensor, norm: RMSNorm | None = None) -> QuantizedActivations:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -12,14 +13,20 @@ from fusedops.epilogue.activations import lookup
 from fusedops.epilogue.base import FLOAT_DTYPES
 from fusedops.errors import ConfigError
 from fusedops.nn.base import frozen
+from fusedops.providers.cutlass_mixed import kernel_layout
 from fusedops.quant import QuantizedWeight, quantize_weight
-from fusedops.weight import GroupedFormat
+from fusedops.weight import EightBitWeight, GroupedFormat, Int4
 
 __all__ = ["QuantState"]
 
 
 class QuantState(nn.Module):
-    """The parameters of ``QuantLinear``, whose dtypes and forms belong to its scheme."""
+    """The parameters of ``QuantLinear``, whose dtypes and forms belong to its scheme.
+
+    A weight with scales in groups that is made on, or moved to, a GPU whose kernel takes it in
+    another layout is laid out so, and in rows again when it leaves that GPU; an e4m3 one that holds
+    NaN is refused then. ``set_layout`` chooses another layout until the layer moves.
+    """
 
     weight: nn.Parameter
     weight_scale: nn.Parameter | None
@@ -73,6 +80,21 @@ class QuantState(nn.Module):
     def _layout(self) -> str:
         return self.format.layout if isinstance(self.format, GroupedFormat) else "rows"
 
+    def _lay_out(self, has_values: bool = True) -> None:
+        """Lay the weight out as the kernels of its device take it."""
+        form, device = self.format, self.weight.device
+        if not isinstance(form, Int4 | EightBitWeight) or device.type == "meta":
+            return
+        layout = kernel_layout(form, self.scheme.activation_dtype, device) or "rows"
+        if layout == form.layout:
+            return
+        if has_values:
+            self.set_layout(layout)
+            return
+        self.format = form = replace(form, layout=layout)
+        self._form = str(form)
+        self.weight = frozen(self.weight.new_empty(form.weight_shape()))
+
     def set_layout(self, layout: str) -> None:
         """Lay a weight with scales in groups out anew, see its format; exact."""
         stored = self.quantized().in_layout(layout)
@@ -86,7 +108,10 @@ class QuantState(nn.Module):
             free = tensor is self.bias or self.scheme.weight == "float"
             return new if free or new.dtype == tensor.dtype else tensor.to(new.device)
 
+        before = self.weight.device
         moved: Self = super()._apply(keeping_dtypes, recurse)  # type: ignore[no-untyped-call]
+        if self.weight.device.type != before.type:
+            self._lay_out(has_values=before.type != "meta")
         return moved
 
     def _save_to_state_dict(

@@ -42,8 +42,8 @@ def first_refusal(
     if problem.spec.weight.spec_name not in formats:
         return unsupported(f"has no kernel for the weight format {problem.spec.weight}")
     if problem.x_dtype not in dtypes:
-        *others, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
-        names = f"{', '.join(others)} and {last}"
+        *first, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+        names = f"{', '.join(first)} and {last}"
         return unsupported(f"multiplies {names}, got {problem.x_dtype}")
     reason = own_reason(problem)
     if reason is not None:
@@ -51,8 +51,11 @@ def first_refusal(
     for node in problem.spec.epilogue:
         if type(node).emit is Node.emit:
             return unsupported(f"the node {node} has no emission (Node.emit)")
-    if any(dtype is not None and dtype not in FLOAT_DTYPES for dtype in problem.operand_dtypes):
-        return unsupported(f"reads float operands only, got {problem.operand_dtypes}")
+    # The weight's own operands have the dtypes that its format states.
+    before, own = (len(part.operands()) for part in (problem.spec.prologue, problem.spec.weight))
+    others = (*problem.operand_dtypes[:before], *problem.operand_dtypes[before + own :])
+    if any(dtype is not None and dtype not in FLOAT_DTYPES for dtype in others):
+        return unsupported(f"reads float operands only, got {others}")
     if 0 in (problem.m, problem.spec.n):
         return None
     # A malformed file of measured choices is an error, not a reason to pass the kernels over.

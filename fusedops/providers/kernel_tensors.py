@@ -11,6 +11,7 @@ from fusedops.config.elements import is_block_scaled
 from fusedops.epilogue.base import Axis
 from fusedops.errors import LayoutError
 from fusedops.problem import GemmSpec
+from fusedops.weight import GroupedFormat
 
 __all__ = ["as_bytes", "loaded", "nothing", "operands_read", "written"]
 
@@ -47,16 +48,25 @@ def operands_read(spec: GemmSpec, operands: Sequence[Tensor | None], m: int) -> 
 
     But those of the result's shape as (m, columns), and what has a row for each part or group of
     all M as such rows, which keep their pitch. Scales a block are matrices too; those of x are
-    loaded in bulk.
+    loaded in bulk, and so are scales and zero points of groups, (groups, N).
     """
     pairs = list(zip(spec.operands, operands, strict=True))
     scales: list[Tensor] = []
     if is_block_scaled(spec):
         x_scale, w_scale = (given for _, given in pairs[:2] if given is not None)
         scales, pairs = [_loaded_anywhere(x_scale), unit_stride(w_scale)], pairs[2:]
+    elif isinstance(spec.weight, GroupedFormat) and spec.weight.layout != "rows":
+        count = len(spec.weight.operands())
+        given = (tensor for _, tensor in pairs[:count] if tensor is not None)
+        scales, pairs = [_of_groups(spec.weight, tensor) for tensor in given], pairs[count:]
     return scales + [
         _operand_read(operand.axis, tensor, m) for operand, tensor in pairs if tensor is not None
     ]
+
+
+def _of_groups(weight: GroupedFormat, tensor: Tensor) -> Tensor:
+    matrix = tensor.reshape(weight.groups, weight.n)
+    return _loaded_anywhere(matrix) if weight.group else unit_stride(matrix)
 
 
 def _operand_read(axis: Axis, tensor: Tensor, m: int) -> Tensor:

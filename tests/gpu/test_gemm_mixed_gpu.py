@@ -13,17 +13,13 @@ import gemm_oracle
 import pytest
 import torch
 from gemm_cases import CHAINS, QUANTIZING, Case, make_case
+from narrow_weights import fastest_config, mixed_configs
 from torch import Tensor
 
 import fusedops
 from fusedops.config.mixed import MixedConfig, NarrowWeight
-from fusedops.cutlass.mixed_program import (
-    choose_mixed,
-    mixed_clusters,
-    mixed_config,
-    mixed_configs,
-    mixed_program,
-)
+from fusedops.config.mixed_tiles import mixed_clusters, mixed_config
+from fusedops.cutlass.mixed_program import mixed_program
 from fusedops.epilogue.base import FLOAT32_ROUNDOFF
 from fusedops.epilogue.outputs import RowStat
 from fusedops.jit.dsl import dsl_kernel
@@ -154,7 +150,7 @@ def exact(case: Case, given: Narrow) -> Tensor:
 def test_every_format_is_exact(weight: NarrowWeight, dtype: torch.dtype) -> None:
     given = narrow(weight, N, K)
     for m in (1, 16, 33):
-        config = choose_mixed(weight, m, N, K, SM_COUNT)
+        config = fastest_config(weight, m, N, K, SM_COUNT)
         case = case_of("bias|residual", m, given, dtype)
         assert torch.equal(launch(config, given, case)[0], exact(case, given)), f"M={m}"
 
@@ -174,7 +170,7 @@ def test_int4_beside_e4m3_activations_is_exact(weight: NarrowWeight) -> None:
     """Sums of 128 products below 2^12 are exact in what the tensor cores keep of them."""
     given = narrow(weight, N, 1104)
     for m in (1, 16, 33, 128):
-        config = choose_mixed(weight, m, N, 1104, SM_COUNT)
+        config = fastest_config(weight, m, N, 1104, SM_COUNT)
         case = case_of("bias|residual", m, given, E4M3)
         assert torch.equal(launch(config, given, case)[0], exact(case, given)), f"M={m}"
 
@@ -186,7 +182,7 @@ def test_int4_beside_e4m3_activations_keeps_its_accuracy(group: int) -> None:
     given = narrow(weight, 512, 4096, integers=False)
     case = case_of("none", 16, given, E4M3, integers=False)
     case.x = (torch.randn_like(case.x, dtype=F32) + 1).to(E4M3)
-    result = launch(choose_mixed(weight, 16, 512, 4096, SM_COUNT), given, case)[0].double()
+    result = launch(fastest_config(weight, 16, 512, 4096, SM_COUNT), given, case)[0].double()
     wanted = case.x.double() @ given.values.t()
     scale = (case.x.double().abs() @ given.values.abs().t()).clamp(min=1e-6)
     assert ((result - wanted).abs() <= 2.0**-8 * wanted.abs() + 2.0**-11 * scale).all()
@@ -203,7 +199,7 @@ def test_every_tiling_is_exact(config: MixedConfig) -> None:
 def test_every_m_is_exact(first: int) -> None:
     given = narrow(INT4, 272, 328)
     for m in range(first, first + 16):
-        config = choose_mixed(INT4, m, 272, 328, SM_COUNT)
+        config = fastest_config(INT4, m, 272, 328, SM_COUNT)
         case = case_of("bias|residual", m, given, BF16)
         assert torch.equal(launch(config, given, case)[0], exact(case, given)), f"M={m}"
 
@@ -281,7 +277,7 @@ def test_random_weights_are_within_the_bound(weight: NarrowWeight) -> None:
     given = narrow(weight, 512, 1024, integers=False)
     for m in (3, 16, 64):
         case = case_of(chain, m, given, BF16, integers=False)
-        config = choose_mixed(weight, m, 512, 1024, SM_COUNT)
+        config = fastest_config(weight, m, 512, 1024, SM_COUNT)
         if weight.kind == "int4" and m == 16:
             config = mixed_config(weight, m, 64, 128, 2, zero_products=True)
         result = launch(config, given, case)[0]
@@ -308,7 +304,7 @@ def test_real_shapes_are_exact(m: int, n: int, k: int) -> None:
     sm_count = torch.cuda.get_device_properties(0).multi_processor_count
     given = narrow(INT4, n, k)
     case = case_of("residual", m, given, BF16)
-    config = choose_mixed(INT4, m, n, k, sm_count)
+    config = fastest_config(INT4, m, n, k, sm_count)
     result = launch(config, given, case, sm_count)[0]
     assert torch.equal(result, exact(case, given))
 

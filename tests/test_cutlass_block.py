@@ -34,10 +34,15 @@ SHARED_BYTES = 227 * 1024
 
 
 def block_problem(
-    chain: str, m: int, dtype: torch.dtype = E4M3, n: int = 4096, k: int = 4096
+    chain: str,
+    m: int,
+    dtype: torch.dtype = E4M3,
+    n: int = 4096,
+    k: int = 4096,
+    rows: str = "plain",
 ) -> GemmProblem:
     dense = problem_of(chain, m, dtype, n=n, k=k)
-    spec = replace(dense.spec, weight=BlockFp8(n, k))
+    spec = replace(dense.spec, weight=BlockFp8(n, k, rows))
     return replace(dense, spec=spec, operand_dtypes=(torch.float32,) * 2 + dense.operand_dtypes)
 
 
@@ -50,6 +55,9 @@ def block_problem(
         ("r112k64", "gate|quantize(e4m3,m)", 128, 4, 64),
         ("c128x128m2", "residual", 4096, 4, 64),
         ("c128x192", "bias|act(silu)", 4096, 4, 96),
+        ("r64k128", "gate", 64, 8, 2 * 32),
+        ("c128x192", "gate(silu)", 4096, 4, 96),
+        ("c128x128m2", "gate(silu)", 4096, 4, 64),
         ("p64x144", "none", 4096, 4, 72),
         ("c128x128k4", "quantize(e4m3)", 128, 4, 64),
     ],
@@ -57,7 +65,8 @@ def block_problem(
 def test_kernel_promotes_every_sum_of_a_block_and_spills_nothing(
     name: str, chain: str, m: int, instructions: int, sums: int, tmp_path: Path
 ) -> None:
-    code = sass_of(block_problem(chain, m), TILES[name], tmp_path)
+    rows = "gate_up" if "gate" in chain else "plain"
+    code = sass_of(block_problem(chain, m, rows=rows), TILES[name], tmp_path)
     products = re.findall(r"\bQGMMA\.64x\d+x32\.F32\.E4M3\.E4M3 R\d+, gdesc\[UR\d+\], (\w+)", code)
     # The first of four instructions starts from zero.
     assert [source == "RZ" for source in products] == [True, False, False, False] * (
@@ -66,8 +75,14 @@ def test_kernel_promotes_every_sum_of_a_block_and_spills_nothing(
     assert len(re.findall(r"\bFFMA ", code)) >= sums
 
 
-def test_weight_rows_give_each_sum_the_scale_of_its_column(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PTX ISA, "Register Fragments for wgmma.mma_async": column 8 * (j / 4) + j % 2."""
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_weight_rows_give_each_sum_the_scale_of_its_column(
+    interleaved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PTX ISA, "Register Fragments for wgmma.mma_async": column 8 * (j / 4) + j % 2.
+
+    And row 8 * (j / 2 % 2), which is in the second of two interleaved blocks.
+    """
     pytest.importorskip("cutlass")
     from fusedops.cutlass import block_scales
 
@@ -79,14 +94,15 @@ def test_weight_rows_give_each_sum_the_scale_of_its_column(monkeypatch: pytest.M
     stages = SimpleNamespace(
         iterator=SimpleNamespace(toint=lambda: 0), stride=(m_pad, 1, pitch), shape=(2, m_pad, 5)
     )
-    scaling = block_scales.WeightRows(m_pad)
+    scaling = block_scales.WeightRows(m_pad, interleaved)
     column = 6
     for block in range(2):
         scales = scaling.activations(stages, (0, column), 3, block)
-        factor = scaling.factors((0, column), scales, [1000])
+        factor = scaling.factors((0, column), scales, [1000, 3000][: scaling.weight_blocks])
         start = 3 * pitch + block * m_pad + column
         for j in range(m_pad // 2):
-            assert factor(j) == 1000 * (start + 8 * (j // 4) + j % 2)
+            weight = 3000 if interleaved and j // 2 % 2 else 1000
+            assert factor(j) == weight * (start + 8 * (j // 4) + j % 2)
 
 
 class _Rows:
@@ -98,9 +114,10 @@ class _Rows:
         return at[1]
 
 
+@pytest.mark.parametrize("rows", ["plain", "gate_up"])
 @pytest.mark.parametrize("name", ["c128x128m2", "c256x64n2", "c128x192", "p64x144", "c128x80"])
 def test_activation_rows_give_each_sum_the_scales_of_its_row_and_column(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, rows: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows and columns as the epilogue has them, which whole results hold on a GPU."""
     pytest.importorskip("cutlass")
@@ -108,22 +125,25 @@ def test_activation_rows_give_each_sum_the_scales_of_its_row_and_column(
 
     monkeypatch.setattr(block_scales, "select_", lambda condition, a, b: a if condition else b)
     monkeypatch.setattr(prefill_epilogue, "as_float", lambda value: value)
-    config = TILES[name].problem_config(block_problem("none", 4096))
+    config = TILES[name].problem_config(block_problem("none", 4096, rows=rows))
+    block_of = BlockFp8(4096, 4096, rows).block_of_rows(torch.device("cpu")).tolist()
     emission: Any = SimpleNamespace(epilogue=Epilogue())
     epilogue = prefill_epilogue.PrefillEpilogue(config, emission, None, True, None, None, None)  # type: ignore[arg-type]
-    scaling = block_scales.ActivationRows(config.tile_n, config.blocks, config.sharing * 64)
+    scaling = block_scales.ActivationRows(
+        config.tile_n, config.blocks, config.sharing * 64, config.interleaved
+    )
     for tile_n, thread, group in ((0, 0, 0), (1, 37, 0), (3, 101, config.sharing - 1), (5, 127, 0)):
         place = prefill_epilogue.TilePlace(0, tile_n, group, 0, 0, thread, 0)
         first_row = group * 64 + thread // 32 * 16 + thread % 32 // 4
         at = (first_row, tile_n * config.tile_n)
-        first_block = at[1] // 128
+        first_block = block_of[at[1]]
         scales = scaling.activations(_Rows(), at, 2, 0)
         weight = [1000 * (first_block + i + 1) for i in range(scaling.weight_blocks)]
         factor = scaling.factors(at, scales, weight)
         for block, step in epilogue.steps:
             where = epilogue.coordinates(place, block, step)
             for (i, j), index in epilogue._values(range(10**6), block, step).items():
-                expected = where.m[i] * 1000 * (where.n[j] // 128 + 1)
+                expected = where.m[i] * 1000 * (block_of[where.n[j]] + 1)
                 assert factor(index) == expected
 
 
@@ -193,13 +213,37 @@ def test_providers_say_what_formats_they_take() -> None:
     assert CutlassProvider().supports(block_problem("bias", 16)).ok
     wrong = CutlassProvider().supports(block_problem("bias", 16, torch.int8))
     assert "blocks of float8_e4m3fn only" in wrong.reason
-    gated = block_problem("gate", 16)
-    packed = replace(gated, spec=replace(gated.spec, weight=BlockFp8(4096, 4096, "gate_up")))
-    assert "no kernel for blocks of interleaved rows" in CutlassProvider().supports(packed).reason
+    gated = block_problem("gate", 16, rows="gate_up")
+    assert CutlassProvider().supports(gated).ok
+    assert CutlassProvider().supports(replace(gated, m=4096)).ok
     int4 = replace(gated, spec=replace(gated.spec, weight=Int4(4096, 4096)), x_dtype=BF16)
     assert "in the layout wgmma16, got rows" in CutlassProvider().supports(int4).reason
     ampere = CutlassSm80Provider().supports(block_problem("bias", 16))
     assert "no kernel for the weight format block_fp8(4096,4096)" in ampere.reason
+
+
+@pytest.mark.parametrize("rows", ["plain", "gate_up"])
+def test_kernels_read_the_scales_of_a_rows_block(
+    rows: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every row that a thread's first may be: in the decode kernel every 16th, and 8 more."""
+    pytest.importorskip("cutlass")
+    from fusedops.cutlass import block_scales
+
+    monkeypatch.setattr(block_scales, "_element", lambda scales, row, block: row)
+    block_of = BlockFp8(1024, 128, rows).block_of_rows(torch.device("cpu")).tolist()
+    decode = block_scales.WeightRows(16, rows == "gate_up")
+    prefill = block_scales.ActivationRows(192, 1, 64, rows == "gate_up")
+    for row in range(0, 1024, 16):
+        for inside in (0, 5):
+            read = decode.weight_scales(None, (row + inside, 0), 0)
+            expected = [block_of[row + inside], block_of[row + inside + 8]]
+            assert read == expected[: len(read)]
+            assert (len(read) == 1) == (expected[0] == expected[1])
+    for column in range(0, 1024, 192):
+        read = prefill.weight_scales(None, (0, column), 0)
+        columns = range(column, min(column + 192, 1024), 8)
+        assert {block_of[c] for c in columns} <= set(read)
 
 
 def test_scales_are_handed_over_as_matrices_for_bulk_copies() -> None:

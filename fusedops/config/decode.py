@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
-from fusedops.config.elements import SCALE_BLOCK, is_block_scaled, scale_bytes, tensor_rate
+from fusedops.config.elements import (
+    SCALE_BLOCK,
+    is_block_scaled,
+    is_interleaved,
+    scale_bytes,
+    tensor_rate,
+)
 from fusedops.config.files import DECODE_BUCKETS, SHARED_BYTES, choose_tile, load_tiles
 from fusedops.errors import ConfigError
 from fusedops.problem import GemmProblem
@@ -61,6 +67,7 @@ class DecodeConfig:
         resident: CTAs that share an SM, and so its registers and shared memory.
         norm_bytes: shared memory for an RMSNorm's weight along a CTA's part of K; 0 without one.
         block_scaled: x and the weight have scales a block of 128 along K.
+        interleaved: two of the weight's blocks alternate every 8 of their 256 rows.
     """
 
     rows: int
@@ -73,6 +80,7 @@ class DecodeConfig:
     resident: int = 1
     norm_bytes: int = 0
     block_scaled: bool = False
+    interleaved: bool = False
 
     @property
     def warpgroups(self) -> int:
@@ -161,9 +169,10 @@ class DecodeTile:
     def problem_config(self, problem: GemmProblem) -> DecodeConfig:
         """The compiled configuration that serves ``problem``."""
         element_bytes = problem.x_dtype.itemsize
-        return self.config(
+        config = self.config(
             problem.m, element_bytes, self.norm_bytes(problem), is_block_scaled(problem.spec)
         )
+        return replace(config, interleaved=is_interleaved(problem.spec))
 
     def clusters(self, n: int, sm_count: int) -> int:
         """Clusters to launch: as few as give every one of them the same number of tiles.

@@ -14,6 +14,7 @@ __all__ = [
     "SCALE_BLOCK",
     "element_refusal",
     "is_block_scaled",
+    "is_interleaved",
     "scale_bytes",
     "tensor_rate",
 ]
@@ -36,6 +37,11 @@ def is_block_scaled(spec: GemmSpec) -> bool:
     return isinstance(spec.weight, BlockFp8)
 
 
+def is_interleaved(spec: GemmSpec) -> bool:
+    """Whether two of the weight's blocks alternate every 8 of their 256 rows."""
+    return isinstance(spec.weight, BlockFp8) and spec.weight.rows == "gate_up"
+
+
 def scale_bytes(rows: int, k: int) -> int:
     """Shared memory that x's scales of a stage take: ``rows`` x ``k``, whole 128 bytes."""
     return -(-rows * (k // SCALE_BLOCK) * 4 // 128) * 128
@@ -43,12 +49,8 @@ def scale_bytes(rows: int, k: int) -> int:
 
 def element_refusal(problem: GemmProblem) -> str | None:
     """Why the kernels cannot multiply the elements of ``problem``, or None if they can."""
-    weight = problem.spec.weight
-    if isinstance(weight, BlockFp8):
-        if problem.x_dtype != torch.float8_e4m3fn:
-            return f"multiplies blocks of float8_e4m3fn only, got {problem.x_dtype}"
-        if weight.rows != "plain":
-            return f"has no kernel for blocks of interleaved rows, got {weight}"
+    if is_block_scaled(problem.spec) and problem.x_dtype != torch.float8_e4m3fn:
+        return f"multiplies blocks of float8_e4m3fn only, got {problem.x_dtype}"
     if problem.x_dtype == torch.int8 and problem.spec.k > LARGEST_INT8_K:
         return (
             f"adds products of int8 up in int32, which holds the sums of K <= {LARGEST_INT8_K}, "

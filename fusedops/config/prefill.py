@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import gcd
 
-from fusedops.config.elements import SCALE_BLOCK, is_block_scaled, scale_bytes, tensor_rate
+from fusedops.config.elements import (
+    SCALE_BLOCK,
+    is_block_scaled,
+    is_interleaved,
+    scale_bytes,
+    tensor_rate,
+)
 from fusedops.config.files import SHARED_BYTES, choose_tile, load_tiles
 from fusedops.errors import ConfigError
 from fusedops.problem import GemmProblem
@@ -82,6 +88,7 @@ class PrefillConfig:
         split: CTAs of a cluster that share a tile's K instead; then it has one tile.
         k: columns of K in a stage, 128 bytes.
         block_scaled: x and the weight have scales a block of 128 along K.
+        interleaved: two of the weight's blocks alternate every 8 of their 256 rows.
     """
 
     tile_m: int
@@ -94,6 +101,7 @@ class PrefillConfig:
     split: int = 1
     k: int = 64
     block_scaled: bool = False
+    interleaved: bool = False
 
     @property
     def cluster(self) -> int:
@@ -216,7 +224,8 @@ class PrefillTile:
         """The compiled configuration that serves ``problem``."""
         out_bytes = problem.spec.out_dtype.itemsize
         element_bytes, columns = problem.x_dtype.itemsize, self.out_columns(problem)
-        return self.config(element_bytes, out_bytes, columns, is_block_scaled(problem.spec))
+        config = self.config(element_bytes, out_bytes, columns, is_block_scaled(problem.spec))
+        return replace(config, interleaved=is_interleaved(problem.spec))
 
     def cluster_tiles(self, m: int, n: int) -> int:
         """Tiles of a whole cluster that cover an (M, N) accumulator."""

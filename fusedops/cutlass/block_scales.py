@@ -1,9 +1,10 @@
 """Scales of e4m3 blocks: x's through the ring, the weight's from memory, both to the sums.
 
 x has a float32 scale for every row and 128 columns of K, (ceil(K / 128), M) with M contiguous; the
-weight one for every 128 x 128 elements, (ceil(N / 128), ceil(K / 128)). A tile's scales of x come
-with its elements by one more bulk copy a stage. The weight's are few: every thread loads those of
-the next stage while it works on one, 32 stages out of one line of the L1.
+weight one for every 128 x 128 elements, (ceil(N / 128), ceil(K / 128)), or for every 256 rows two
+that alternate every 8 rows (``interleaved``, see ``fusedops.weight.BlockFp8``). A tile's scales of
+x come with its elements by one more bulk copy a stage. The weight's are few: every thread loads
+those of the next stage while it works on one, 32 stages out of one line of the L1.
 
 ``WeightRows`` and ``ActivationRows`` say which scales a thread's sums take, for the two operand
 orders; a thread's accumulators lie as in ``accumulators``.
@@ -26,6 +27,7 @@ from fusedops.config.elements import SCALE_BLOCK, scale_bytes
 from fusedops.cutlass.arguments import fake_tensor
 from fusedops.cutlass.distributed import read
 from fusedops.cutlass.ring import load_atom
+from fusedops.epilogue.nodes import PACK
 
 __all__ = ["ActivationRows", "ScaleStages", "SumScales", "WeightRows", "fake_scales"]
 
@@ -111,6 +113,11 @@ class SumScales(Protocol):
         ...
 
 
+def _first_block(row: Any, interleaved: bool) -> Any:
+    """The block of a row of the weight; interleaved the first of the two that alternate there."""
+    return row // (2 * SCALE_BLOCK) * 2 if interleaved else row // SCALE_BLOCK
+
+
 def _element(scales: Any, row: Any, column: Any) -> Any:
     rows, columns = cute.size(scales, mode=[0]), cute.size(scales, mode=[1])
     return scales[cutlass.min(row, rows - 1), cutlass.min(column, columns - 1)]
@@ -120,24 +127,28 @@ def _element(scales: Any, row: Any, column: Any) -> Any:
 class WeightRows:
     """The weight on wgmma's row side: ``at`` is (a row of the thread's, its first column).
 
-    Its two rows lie 8 apart in 16 that never cross a block, so they share the weight's scale.
+    Its two rows lie 8 apart in 16 that never cross a block, so they share the weight's scale;
+    interleaved each has its own.
 
     Attributes:
         m_pad: columns of the accumulator.
+        interleaved: of the weight's blocks.
     """
 
     m_pad: int
+    interleaved: bool = False
 
     @property
     def weight_blocks(self) -> int:
-        return 1
+        return 2 if self.interleaved else 1
 
     @property
     def overlaps(self) -> bool:
         return self.m_pad <= _MOST_OVERLAPPED
 
     def weight_scales(self, scales: Any, at: Any, block: Any) -> list[Any]:
-        return [_element(scales, at[0] // SCALE_BLOCK, block)]
+        first = _first_block(at[0], self.interleaved)
+        return [_element(scales, first + i, block) for i in range(self.weight_blocks)]
 
     def activations(self, stages: Any, at: Any, stage: Any, block: int) -> list[Any]:
         rows, pitch = self.m_pad, stages.stride[2]
@@ -146,8 +157,12 @@ class WeightRows:
         return [pair[p] for pair in pairs for p in range(2)]
 
     def factors(self, at: Any, activations: Any, weight: list[Any]) -> Callable[[int], Any]:
-        columns = cache(lambda column: activations[column] * weight[0])
-        return lambda j: columns((j >> 2) * 2 + (j & 1))
+        @cache
+        def of(column: int, block: int) -> Any:
+            return activations[column] * weight[block]
+
+        last = self.weight_blocks - 1
+        return lambda j: of((j >> 2) * 2 + (j & 1), (j >> 1) & last)
 
 
 @dataclass(frozen=True)
@@ -158,14 +173,18 @@ class ActivationRows:
         tile_n: columns of a tile; they meet one or two blocks of the weight.
         blocks: 64-row blocks of a thread.
         step: rows from one of them to the next.
+        interleaved: of the weight's blocks; tiles then start at multiples of 16 columns.
     """
 
     tile_n: int
     blocks: int
     step: int
+    interleaved: bool = False
 
     @property
     def weight_blocks(self) -> int:
+        if self.interleaved:
+            return 2 if 2 * SCALE_BLOCK % self.tile_n == 0 else 4
         return 1 if SCALE_BLOCK % self.tile_n == 0 else 2
 
     @property
@@ -173,7 +192,7 @@ class ActivationRows:
         return True
 
     def weight_scales(self, scales: Any, at: Any, block: Any) -> list[Any]:
-        first = at[1] // SCALE_BLOCK
+        first = _first_block(at[1], self.interleaved)
         return [_element(scales, first + i, block) for i in range(self.weight_blocks)]
 
     def activations(self, stages: Any, at: Any, stage: Any, block: int) -> list[Any]:
@@ -194,9 +213,12 @@ class ActivationRows:
 
     def _of(self, products: list[Any], tile_column: Any, column: int) -> Any:
         """The product for a column of the tile, by the block of the weight that it lies in."""
-        if self.weight_blocks == 1:
+        span = SCALE_BLOCK
+        if self.interleaved:
+            span, products = 2 * SCALE_BLOCK, products[column // PACK % 2 :: 2]
+        if len(products) == 1:
             return products[0]
-        if self.tile_n % SCALE_BLOCK == 0:
-            return products[column // SCALE_BLOCK]
-        in_first = tile_column % SCALE_BLOCK + column < SCALE_BLOCK
+        if self.tile_n % span == 0:
+            return products[column // span]
+        in_first = tile_column % span + column < span
         return select_(in_first, products[0], products[1])

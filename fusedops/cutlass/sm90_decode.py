@@ -288,7 +288,7 @@ class DecodeGemm:
                 if const_expr(cfg.block_scaled):
                     multiply_promoted(
                         Ring(stages, warps, 1),
-                        WeightRows(m_pad),
+                        WeightRows(m_pad, cfg.interleaved),
                         self.instructions,
                         acc,
                         frag_a,

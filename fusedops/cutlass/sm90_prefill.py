@@ -331,7 +331,7 @@ class PrefillGemm:
             if const_expr(cfg.block_scaled):
                 multiply_promoted(
                     self.ring,
-                    ActivationRows(cfg.tile_n, cfg.blocks, cfg.sharing * ROWS),
+                    ActivationRows(cfg.tile_n, cfg.blocks, cfg.sharing * ROWS, cfg.interleaved),
                     self.instructions,
                     acc,
                     frag_x,

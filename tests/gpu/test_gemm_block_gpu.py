@@ -50,6 +50,7 @@ def make(
     integers: bool,
     seed: int = 0,
     out_dtype: torch.dtype = torch.float32,
+    rows: str = "plain",
 ) -> Case:
     """x and a weight with their scales: whole numbers times powers of two, or random ones."""
     generator = torch.Generator("cuda").manual_seed(seed)
@@ -65,12 +66,13 @@ def make(
         return torch.rand(shape, device="cuda", generator=generator) + 0.01
 
     epilogue = Epilogue.parse(chain)
-    spec = GemmSpec(BlockFp8(n, k), epilogue, epilogue.result_dtype(out_dtype))
+    form = BlockFp8(n, k, rows)
+    spec = GemmSpec(form, epilogue, epilogue.result_dtype(out_dtype))
     factor = 1 if integers else 100
-    x, w = (draw(rows, k).mul(factor).to(E4M3) for rows in (m, n))
+    x, w = (draw(count, k).mul(factor).to(E4M3) for count in (m, n))
     x_scale = group_scale_empty((m,), k, torch.float32, x.device)
     x_scale.copy_(scales(*x_scale.shape))
-    operands: list[Tensor | None] = [x_scale, scales(-(-n // BLOCK), -(-k // BLOCK))]
+    operands: list[Tensor | None] = [x_scale, scales(form.row_blocks, form.k_blocks)]
     for operand, width in zip(spec.operands[2:], spec.operand_widths[2:], strict=True):
         shape = {"scalar": (), "m": (m,), "n": (width,), "mn": (m, width)}[operand.axis]
         given = draw(*shape)
@@ -82,9 +84,9 @@ def dequantized(case: Case) -> tuple[Tensor, Tensor]:
     """x and the weight in float64, every element times the scale of its block."""
     x_scale, w_scale = (operand.double() for operand in case.operands[:2] if operand is not None)
     m, k = case.x.shape
-    n = case.w.shape[0]
     x = torch.stack([case.x[:, j].double() * x_scale[j // BLOCK, :m] for j in range(k)], 1)
-    rows = torch.arange(n, device="cuda") // BLOCK
+    assert isinstance(case.spec.weight, BlockFp8)
+    rows = case.spec.weight.block_of_rows(x.device)
     columns = torch.arange(k, device="cuda") // BLOCK
     return x, case.w.double() * w_scale[rows][:, columns]
 
@@ -183,6 +185,22 @@ def cut_off(x: Tensor, w: Tensor) -> Tensor:
             lost += (INSTRUCTION_K + 1) * CUT * products.abs().amax(-1).maximum(total.abs())
             total += products.sum(-1)
     return lost
+
+
+@pytest.mark.parametrize("tile", TILES.values(), ids=lambda tile: tile.name)
+def test_interleaved_blocks_are_exact_in_every_tiling(tile: Tile) -> None:
+    for m in (13, 100) if isinstance(tile, DecodeTile) else (130, 300):
+        case = make("none", m, N, 1168, integers=True, rows="gate_up")
+        if tile.legal(tile_problem(case.spec, m, tile)) is None:
+            assert torch.equal(launch(case, tile), exact(case).float()), f"M={m}"
+
+
+@pytest.mark.parametrize("m", [7, 64, 300])
+def test_gated_pairs_of_interleaved_blocks_equal_the_reference(m: int) -> None:
+    case = make("gate(silu)", m, 1024, 640, integers=True, out_dtype=BF16, rows="gate_up")
+    with fusedops.use_provider("reference"):
+        wanted = op(case.x, case.w, case.operands, case.text)[0].double()
+    assert ((run(case)[0].double() - wanted).abs() <= 0.01 * wanted.abs() + 0.02).all()
 
 
 @pytest.mark.parametrize("m", [7, 64, 128, 300])

@@ -190,7 +190,7 @@ def cut_off(x: Tensor, w: Tensor) -> Tensor:
 @pytest.mark.parametrize("tile", TILES.values(), ids=lambda tile: tile.name)
 def test_interleaved_blocks_are_exact_in_every_tiling(tile: Tile) -> None:
     for m in (13, 100) if isinstance(tile, DecodeTile) else (130, 300):
-        case = make("none", m, N, 1168, integers=True, rows="gate_up")
+        case = make("none", m, N, K, integers=True, rows="gate_up")
         if tile.legal(tile_problem(case.spec, m, tile)) is None:
             assert torch.equal(launch(case, tile), exact(case).float()), f"M={m}"
 

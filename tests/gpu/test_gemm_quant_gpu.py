@@ -70,8 +70,11 @@ def test_products_beside_e4m3_activations_equal_the_reference(options: dict[str,
     rows = quantized("w4a8", options, 592, 528)
     x = normal(16, 528).to(E4M3)
     got = product(x, rows.in_layout("wgmma8"), "cutlass", out_dtype=torch.float32).double()
-    wanted = product(x, rows, "reference", out_dtype=torch.float32).double()
-    assert ((got - wanted).abs() <= 2.0**-10 * (1 + wanted.abs())).all()
+    weight = rows.dequantize().double()
+    wanted = x.double() @ weight.t()
+    # The tensor cores keep 14 bits of sums of e4m3 products.
+    scale = x.double().abs() @ weight.abs().t()
+    assert ((got - wanted).abs() <= 2.0**-11 * scale).all()
 
 
 def test_rows_do_not_depend_on_the_rows_beside_them() -> None:
@@ -103,7 +106,7 @@ def test_a_layer_moved_to_the_gpu_is_laid_out_for_the_kernel(name: str) -> None:
     layer.cuda()
     assert isinstance(layer.format, GroupedFormat)
     assert layer.format.layout == ("wgmma8" if name == "w4a8" else "wgmma16")
-    with fusedops.use_provider("cutlass") as usage:
+    with fusedops.use_provider("cutlass", strict=False) as usage:
         got = layer(x, norm=norm.cuda()).double().cpu()
     assert usage.count("gemm", "cutlass") == 1
     assert ((got - wanted).abs() <= 2.0**-6 * (1 + wanted.abs())).all()

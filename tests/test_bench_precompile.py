@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from fusedops.bench.precompile import (
     main,
     precompile,
     program_of,
+    quantized_problem,
 )
 from fusedops.bench.products import MODELS, PRODUCTS, Layer, make_layer_buffers
 from fusedops.errors import ConfigError
@@ -29,10 +31,13 @@ from fusedops.gemm import explain
 from fusedops.jit.dsl import dsl_key
 from fusedops.jit.location import CACHE_VARIABLE
 from fusedops.jit.prebuild import Compiled, KernelPool, Work
+from fusedops.nn import QuantLinear, quant_linear
 from fusedops.providers import cutlass_decode, cutlass_prefill
 from fusedops.providers.cutlass import choose_candidate
 from fusedops.providers.cutlass_prefill import prefill_candidate
 from fusedops.providers.kernel_tensors import written
+from fusedops.quant import SCHEMES, as_scheme
+from fusedops.weight import GroupedFormat
 
 
 def test_kernels_are_compiled_once_before_the_first_row_that_is_measured() -> None:
@@ -97,6 +102,55 @@ def test_a_layers_problem_has_the_alignment_of_its_tensors(k: int, dtype: torch.
     layer = Layer(3, 16, k, dtype=dtype)
     x, w, *_ = layer.operands(make_layer_buffers(layer, torch.Generator()))
     assert layer_problem(layer, H200).aligned_bytes == explain(x, w).problem.aligned_bytes
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize(
+    "layer",
+    [
+        Layer(3, 64, 256, bias=True, residual=True),
+        Layer(16, 64, 256, activation="silu", gated=True),
+        Layer(40, 64, 128, activation="gelu"),
+    ],
+    ids=["residual", "gated", "activated"],
+)
+def test_a_layers_quantized_problem_is_that_of_quant_linear(
+    name: str, layer: Layer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    posed: list[Any] = []
+
+    def explained(x: Any, w: Any, form: str, chain: str, given: Any, dtype: Any, _: Any) -> Any:
+        operands = {n: t for n, t in given.items() if t is not None}
+        posed.append(explain(x, w, chain, operands, weight=form, out_dtype=dtype).problem)
+        return [x]
+
+    monkeypatch.setattr(quant_linear, "run_gemm", explained)
+    made = torch.empty(layer.N, layer.K).normal_().bfloat16()
+    bias = torch.zeros(layer.N, dtype=torch.bfloat16) if layer.bias else None
+    activation = layer.activation or None
+    functions = {"gate": activation} if layer.gated else {"activation": activation}
+    linear = QuantLinear.from_weights(made, bias, name, **functions)
+    expected = quantized_problem(layer, as_scheme(name), H200)
+    if isinstance(expected.spec.weight, GroupedFormat):
+        linear.set_layout(expected.spec.weight.layout)
+    x = torch.randn(layer.M, layer.K).bfloat16()
+    linear(x, torch.zeros(layer.M, layer.N).bfloat16() if layer.residual else None)
+    facts = ("device_type", "sm_count", "arch", "gpu")
+    there = {fact: getattr(expected, fact) for fact in facts}
+    assert [replace(problem, **there) for problem in posed] == [expected]
+
+
+def test_the_command_compiles_a_schemes_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def noted(problems: Any, *_: Any) -> Precompiled:
+        asked.extend(problems)
+        return Precompiled(0, 0)
+
+    monkeypatch.setattr("fusedops.bench.precompile.precompile", noted)
+    assert main(["--model", "llama3-8b", "--scheme", "int4"]) == 0
+    assert {problem.spec.weight.spec_name for problem in asked} == {"int4"}
+    assert main(["--model", "llama3-8b", "--scheme", "int3"]) == 2
 
 
 def test_a_layer_that_kernels_cannot_load_has_no_program() -> None:

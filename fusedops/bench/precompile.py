@@ -5,6 +5,7 @@ machine whose cache folder is then taken along::
 
     python -m fusedops.bench.precompile 'gemm.small_m.*'    # kernels of goals
     python -m fusedops.bench.precompile --model llama3-8b --cores 8
+    python -m fusedops.bench.precompile --model llama3-8b --scheme int4
 
 Only GEMMs of the provider ``cutlass`` are covered.
 """
@@ -18,7 +19,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 
 import torch
@@ -32,6 +33,8 @@ from fusedops.jit.location import CacheSettings
 from fusedops.jit.prebuild import KernelPool
 from fusedops.problem import GemmProblem, GemmSpec
 from fusedops.providers.cutlass import choose_candidate
+from fusedops.providers.cutlass_mixed import fitting_layout
+from fusedops.quant import Scheme, as_scheme, empty_weight, weight_format
 from fusedops.weight import Dense
 
 __all__ = [
@@ -42,6 +45,7 @@ __all__ = [
     "main",
     "precompile",
     "program_of",
+    "quantized_problem",
 ]
 
 
@@ -102,6 +106,29 @@ def layer_problem(layer: Layer, target: Target) -> GemmProblem:
         aligned_bytes=layer.aligned_bytes,
         arch=target.arch,
         gpu=target.gpu,
+    )
+
+
+def quantized_problem(layer: Layer, scheme: Scheme, target: Target) -> GemmProblem:
+    """The problem that a ``QuantLinear`` of the scheme poses on ``target`` in place of a layer.
+
+    Its weight is laid out as kernels take it, and its result of the layer's dtype.
+    """
+    rows = "gate_up" if layer.gated else "plain"
+    x_dtype = scheme.activation_dtype or layer.dtype
+    layout = fitting_layout(weight_format(scheme, layer.N, layer.K), x_dtype) or "rows"
+    made = empty_weight(scheme, layer.N, layer.K, rows=rows, layout=layout, device="meta")
+    steps = (*scheme.scale_steps(), *(layer.chain_text,) * (layer.chain_text != "none"))
+    spec = GemmSpec(made.format, Epilogue.parse("|".join(steps) or "none"), layer.dtype)
+    dtypes = {name: scale.dtype for name, scale in made.scales.items()}
+    dtypes["x_scale"] = torch.float32
+    pitch_bits = 16 | layer.K * x_dtype.itemsize
+    return replace(
+        layer_problem(layer, target),
+        spec=spec,
+        x_dtype=x_dtype,
+        operand_dtypes=tuple(dtypes.get(name, layer.dtype) for name in spec.operand_names),
+        aligned_bytes=pitch_bits & -pitch_bits,
     )
 
 
@@ -187,6 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("goals", nargs="*", metavar="PATTERN", help="ids of goals, shell style")
     parser.add_argument("--model", action="append", default=[], metavar="NAME")
+    parser.add_argument("--scheme", metavar="NAME", help="quantize the layers' weights by it")
     parser.add_argument(
         "--workers", type=int, metavar="N", help="processes (default: cores, at most 32)"
     )
@@ -205,7 +233,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 )
             os.sched_setaffinity(0, cores[: options.cores])
         target = Target(options.gpu, options.arch, options.sm_count)
-        problems = [layer_problem(layer, target) for layer in layers]
+        problem_of = layer_problem
+        if options.scheme is not None:
+            problem_of = partial(quantized_problem, scheme=as_scheme(options.scheme))
+        problems = [problem_of(layer, target=target) for layer in layers]
         done = precompile(problems, target.arch, options.workers)
     except FusedOpsError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -17,13 +17,21 @@ from fusedops.prologue import NO_PROLOGUE
 from fusedops.providers.cutlass_kernel import Launch
 from fusedops.weight import GroupedFormat, Int4, WeightFormat
 
-__all__ = ["MixedCandidate", "kernel_layout", "mixed_candidate", "mixed_refusal"]
+__all__ = ["MixedCandidate", "fitting_layout", "kernel_layout", "mixed_candidate", "mixed_refusal"]
 
 MIXED_ARCH = "sm_90a"
 """The architecture that the kernel is compiled for."""
 
 
-def _fitting_layout(weight: GroupedFormat, x_dtype: torch.dtype | None) -> str:
+def fitting_layout(weight: WeightFormat, x_dtype: torch.dtype | None) -> str | None:
+    """The layout in which the kernel takes a weight beside ``x_dtype``, or None for no kernel.
+
+    Args:
+        weight: the format, in any layout.
+        x_dtype: dtype to which activations are quantized; None: they stay as they are.
+    """
+    if not isinstance(weight, GroupedFormat):
+        return None
     eight = isinstance(weight, Int4) and x_dtype == torch.float8_e4m3fn
     return "wgmma8" if eight else "wgmma16"
 
@@ -31,18 +39,10 @@ def _fitting_layout(weight: GroupedFormat, x_dtype: torch.dtype | None) -> str:
 def kernel_layout(
     weight: WeightFormat, x_dtype: torch.dtype | None, device: torch.device
 ) -> str | None:
-    """The layout in which a kernel takes a weight, or None if none takes its format there.
-
-    Args:
-        weight: the format, in any layout.
-        x_dtype: dtype to which activations are quantized; None: they stay as they are.
-        device: where the weight lies.
-    """
-    if not isinstance(weight, GroupedFormat) or device.type != "cuda":
+    """``fitting_layout`` on ``device``, where the weight lies; None too for other architectures."""
+    if device.type != "cuda" or device_arch(device.index or 0) != MIXED_ARCH:
         return None
-    if device_arch(device.index or 0) != MIXED_ARCH:
-        return None
-    return _fitting_layout(weight, x_dtype)
+    return fitting_layout(weight, x_dtype)
 
 
 def mixed_refusal(problem: GemmProblem) -> str | None:
@@ -50,7 +50,7 @@ def mixed_refusal(problem: GemmProblem) -> str | None:
     spec, weight = problem.spec, problem.spec.weight
     if not isinstance(weight, GroupedFormat):
         return f"has no kernel for the weight format {weight}"
-    fitting = _fitting_layout(weight, problem.x_dtype)
+    fitting = fitting_layout(weight, problem.x_dtype)
     if weight.layout != fitting:
         return (
             f"takes {weight.spec_name} beside {problem.x_dtype} in the layout {fitting}, got "

@@ -1,24 +1,26 @@
-// Decode attention over a paged KV cache: one query a request, lengths and block table on the device.
+// Decode attention over a paged KV cache: one query a request, lengths and block table on the
+// device.
 //
-// A cluster has one request and one tile of the query heads that share a KV head (8 on tensor cores,
-// 4 in float32); its blocks and their warps share the keys (decode_split.cuh), each warp by itself
-// from memory to its partial result, and join them at the end (attention_combine.cuh). Plans choose
-// as many blocks a cluster as run at once, from shapes alone; how keys are shared follows the length.
+// A cluster has one request and one tile of the query heads that share a KV head (8 on tensor
+// cores, 4 in float32); its blocks and their warps share the keys (decode_split.cuh), each warp by
+// itself from memory to its partial result, and join them at the end (attention_combine.cuh). Plans
+// choose as many blocks a cluster as run at once, from shapes alone; how keys are shared follows
+// the length.
 //
 // Budgets on an H200, bfloat16 and a head dim of 128. Memory gives an SM 35 KB a us; a unit of 16
-// keys is 8 KB. A warp spends about 200 instructions on it (16 loads, 24 products of tensor cores, 32
-// permutations, 40 for the softmax, the rest addresses), so that a scheduler issues 220 of its 1755
-// slots a us, and its tensor core is busy for 12 % of them. 8-bit codes take about 480 for 4 KB:
-// 1000 slots. The wall is memory, and before it latency: registers are the buffer, 8 KB a warp, for 12
-// warps an SM 96 KB, of which the time between arrival and the next load takes a quarter; 42 KB in
-// flight cover a latency of 1.2 us.
+// keys is 8 KB. A warp spends about 200 instructions on it (16 loads, 24 products of tensor cores,
+// 32 permutations, 40 for the softmax, the rest addresses), so that a scheduler issues 220 of its
+// 1755 slots a us, and its tensor core is busy for 12 % of them. 8-bit codes take about 480 for 4
+// KB: 1000 slots. The wall is memory, and before it latency: registers are the buffer, 8 KB a warp,
+// for 12 warps an SM 96 KB, of which the time between arrival and the next load takes a quarter; 42
+// KB in flight cover a latency of 1.2 us.
 //
-// The kernel ahead (PDL) may still run when this one starts, and may write anything that is read here:
-// the newest keys and values, q, lengths, even the table. So everything counts only after the wait.
-// Before it, lengths and table are read as hints: the units that they point to are brought into the
-// L2, which has one copy of everything and so no stale one; a hint that points nowhere is refused as a
-// wrong page is. After the wait the first unit is loaded by the hints while they are read again, and
-// once more where they changed.
+// The kernel ahead (PDL) may still run when this one starts, and may write anything that is read
+// here: the newest keys and values, q, lengths, even the table. So everything counts only after the
+// wait. Before it, lengths and table are read as hints: the units that they point to are brought
+// into the L2, which has one copy of everything and so no stale one; a hint that points nowhere is
+// refused as a wrong page is. After the wait the first unit is loaded by the hints while they are
+// read again, and once more where they changed.
 #include "attention_combine.cuh"
 #include "attention_fma.cuh"
 #include "attention_mma.cuh"

@@ -1,7 +1,8 @@
 // Joining what the warps of a cluster found of one request and one group of heads, in one order
 // always. The warps of a block meet in its shared memory; each block then sends every other one its
-// maxima and sums, and its share of the result, which it joins and stores. Sending takes one barrier
-// behind the work; the one that shows that all blocks run is arrived at when the kernel begins.
+// maxima and sums, and its share of the result, which it joins and stores. Sending takes one
+// barrier behind the work; the one that shows that all blocks run is arrived at when the kernel
+// begins.
 #pragma once
 
 #include "attention_loads.cuh"
@@ -32,10 +33,10 @@ __device__ __forceinline__ void send(const float2& value, float2* local, unsigne
 
 __device__ __forceinline__ void send(const float4& value, float4* local, unsigned rank) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(
-                   remote_address(local, rank)),
-               "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w)
-               : "memory");
+  asm volatile(
+      "st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(remote_address(local, rank)),
+      "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w)
+      : "memory");
 #endif
 }
 

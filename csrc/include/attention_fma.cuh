@@ -34,7 +34,9 @@ struct FmaWarp {
   float sum = 0.0f;
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % kWarp; }
-  static __device__ __forceinline__ int element(int vector) { return 4 * (lane() + kWarp * vector); }
+  static __device__ __forceinline__ int element(int vector) {
+    return 4 * (lane() + kWarp * vector);
+  }
 
   // As MmaWarp's; there is no shared memory to take.
   __device__ __forceinline__ void load_query(const float* q, long long stride, int heads,
@@ -82,6 +84,20 @@ struct FmaWarp {
     }
   }
 
+  // Adds each of 2 kHalf parts over pairs of lanes that are kHalf apart, of which the upper keeps
+  // the upper parts; then the same with half as many.
+  template <int kHalf>
+  static __device__ __forceinline__ void fold(float* parts) {
+    const bool is_upper = lane() & kHalf;
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) {
+      const float given = is_upper ? parts[i] : parts[i + kHalf];
+      const float kept = is_upper ? parts[i + kHalf] : parts[i];
+      parts[i] = kept + __shfl_xor_sync(0xffffffffu, given, kHalf);
+    }
+    if constexpr (kHalf > 1) fold<kHalf / 2>(parts);
+  }
+
   // The score of key lane / 4 and head lane % 4.
   __device__ __forceinline__ float product(const unsigned (&words)[kKeys][kVectors][kWords]) const {
     float parts[kKeys * kHeads] = {};
@@ -99,16 +115,7 @@ struct FmaWarp {
         }
       }
     }
-#pragma unroll
-    for (int half = kWarp / 2; half > 0; half /= 2) {
-      const bool is_upper = lane() & half;
-#pragma unroll
-      for (int i = 0; i < half; ++i) {
-        const float given = is_upper ? parts[i] : parts[i + half];
-        const float kept = is_upper ? parts[i + half] : parts[i];
-        parts[i] = kept + __shfl_xor_sync(0xffffffffu, given, half);
-      }
-    }
+    fold<kWarp / 2>(parts);
     return parts[0];
   }
 

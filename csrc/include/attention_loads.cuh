@@ -113,7 +113,7 @@ template <>
 struct Codes<signed char, __half> {
   static __device__ __forceinline__ void widen(unsigned codes, unsigned (&words)[2]) {
     // 0x6400 is 1024, whose last bit counts 1: behind it a byte b makes 1024 + b.
-    const unsigned shifted = codes ^ 0x80808080u;  // code + 128, without a sign
+    const unsigned shifted = codes ^ 0x80808080u;         // code + 128, without a sign
     const __half2 offset = pair_of<__half>(0x64806480u);  // 1024 + 128
     words[0] = same_bits<unsigned>(
         __hsub2(pair_of<__half>(__byte_perm(shifted, 0x64646464u, 0x4140)), offset));

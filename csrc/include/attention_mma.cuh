@@ -3,7 +3,8 @@
 // takes, so that no shared memory and no barrier stands between: the order of what a product sums
 // over is free, as long as both factors have the same.
 //
-//   scores^T = K Q^T        rows: keys, columns: heads, summed over the head dim. Lane (g, t) = (lane
+//   scores^T = K Q^T        rows: keys, columns: heads, summed over the head dim. Lane (g, t) =
+//   (lane
 //     / 4, lane % 4) holds rows g and g + 8, which it reads as 16 bytes of every 64, quarter t.
 //   out^T   += V^T weights^T  rows: the head dim, columns: heads, summed over keys. The lane reads
 //     16 bytes of every 128, eighth g, of keys 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, and pairs
@@ -37,9 +38,9 @@ struct Mma<__nv_bfloat16> {
     constexpr float kTiny = 1.17549435e-38f;
     const unsigned x_bits = __float_as_uint(x), y_bits = __float_as_uint(y);
     large = __byte_perm(x_bits, y_bits, 0x7632);
-    small = same_bits<unsigned>(PairOf<__nv_bfloat16>::rounded(
-        fmaxf(x - __uint_as_float(x_bits & 0xffff0000u), kTiny),
-        fmaxf(y - __uint_as_float(y_bits & 0xffff0000u), kTiny)));
+    small = same_bits<unsigned>(
+        PairOf<__nv_bfloat16>::rounded(fmaxf(x - __uint_as_float(x_bits & 0xffff0000u), kTiny),
+                                       fmaxf(y - __uint_as_float(y_bits & 0xffff0000u), kTiny)));
   }
 };
 
@@ -80,8 +81,8 @@ struct MmaWarp {
   static constexpr int kRowBytes = kDim * static_cast<int>(sizeof(Cached));
   static constexpr bool kCanPrefetch = kAlign == 16;
   static constexpr int kBlocks = kIsCoded && kDim <= 128 ? 4 : kDim <= 64 ? 4 : kDim <= 128 ? 3 : 2;
-  // Registers for a head dim of 256 are short: its queries are read from shared memory again.
-  static constexpr bool kSharesQuery = kDim > 128;
+  // Where registers are short, queries are read from shared memory for each unit.
+  static constexpr bool kSharesQuery = kDim > 128 || (kIsCoded && kDim == 128);
   static constexpr int kQueryWords = kDim / 8;
   static constexpr int kQueryShared = kSharesQuery ? kQueryWords * kWarp : 1;
 
@@ -122,7 +123,8 @@ struct MmaWarp {
         words.y = parts[2] | unsigned{parts[3]} << 16;
       }
       if constexpr (kSharesQuery) {
-        if (threadIdx.x < kWarp) *reinterpret_cast<uint2*>(shared + kWarp * i + 2 * threadIdx.x) = words;
+        if (threadIdx.x < kWarp)
+          *reinterpret_cast<uint2*>(shared + kWarp * i + 2 * threadIdx.x) = words;
       } else {
         query[i] = words.x;
         query[i + 1] = words.y;
@@ -267,8 +269,8 @@ struct MmaWarp {
     if (has_next) load_values(next_v);
   }
 
-  // New maxima for both heads, and what was summed under the old ones brought to them. Whoever comes
-  // here has seen a key, so that no maximum stays minus infinity.
+  // New maxima for both heads, and what was summed under the old ones brought to them. Whoever
+  // comes here has seen a key, so that no maximum stays minus infinity.
   __device__ __forceinline__ void raise(const float (&top)[2]) {
     float fix[2];
 #pragma unroll

@@ -1,8 +1,9 @@
-// Who attends which keys of a request in a decode step. Keys are dealt out in units of 16 that begin
-// at multiples of 16, so that a unit lies in one page of 16, 32, ... slots. The parts of a request are
-// the warps of its cluster, numbered with the block's rank changing first; part p takes the units p,
-// p + parts, p + 2 parts, ... from the first visible one on. So shares differ by at most one unit
-// whatever the length, and where a part's keys lie does not depend on what the others do.
+// Who attends which keys of a request in a decode step. Keys are dealt out in units of 16 that
+// begin at multiples of 16, so that a unit lies in one page of 16, 32, ... slots. The parts of a
+// request are the warps of its cluster, numbered with the block's rank changing first; part p takes
+// the units p, p + parts, p + 2 parts, ... from the first visible one on. So shares differ by at
+// most one unit whatever the length, and where a part's keys lie does not depend on what the others
+// do.
 #pragma once
 
 namespace fusedops {

@@ -208,14 +208,12 @@ def test_nothing_is_launched_for_no_request() -> None:
 
 
 def test_the_operation_asks_the_provider() -> None:
-    support = OPS["paged_attention"].implementations["cuda"].supports
     q = torch.zeros(1, 4, 64)
     cache, table = torch.zeros(2, 16, 2, 64), torch.zeros(1, 1, dtype=torch.int32)
-    answer = support(
-        q, cache, cache, table, table[0], None, None, None, 1, 1.0, True, 0, 0.0, "NHD"
-    )
+    options = (None, None, None, 1, 1.0, True, 0, 0.0, "NHD")
+    answer = OPS["paged_attention"].answers(q, cache, cache, table, table[0], *options)["cuda"]
     assert not answer.ok
-    assert not answer.applicable
+    assert "got one on cpu" in answer.reason
 
 
 # How keys are shared: the rule of decode_split.cuh, and that rule in CUDA

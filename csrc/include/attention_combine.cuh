@@ -13,7 +13,7 @@ namespace fusedops {
 constexpr int kAttentionWarps = 4;
 constexpr int kAttentionThreads = 32 * kAttentionWarps;
 
-// Stores where `local` lies in the shared memory of the cluster's block `rank`.
+// Where `local` lies in the shared memory of the cluster's block `rank`.
 __device__ __forceinline__ unsigned remote_address(const void* local, unsigned rank) {
   unsigned remote = 0;
 #if __CUDA_ARCH__ >= 900
@@ -88,10 +88,12 @@ struct Combine {
   float4 inbox[kCluster == 1 ? 1 : kCluster][kCluster == 1 ? 1 : kShare];
   float2 inbox_totals[kCluster][kHeads];
 
-  // No key: zeros. Keys whose every score is minus infinity: 0 / 0, as in any softmax.
+  // No key: zeros. Keys whose every score is minus infinity, and so every weight zero: NaN, as in
+  // any softmax.
   static __device__ __forceinline__ void store(T* out, int index, const float4& sum,
                                                const float2& total, float scale) {
-    const float factor = total.x == minus_infinity() ? 0.0f : scale / total.y;
+    float factor = total.y > 0.0f ? scale / total.y : __int_as_float(0x7fffffff);
+    if (total.x == minus_infinity()) factor = 0.0f;
     const float values[4] = {sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor};
     reinterpret_cast<Pack<T, 4>*>(out)[index] = rounded<T, 4>(values);
   }

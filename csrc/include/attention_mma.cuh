@@ -11,9 +11,11 @@
 //     neighbouring keys with byte permutations. The scores' fragment has a key a row where this one
 //     wants a head, which is what movmatrix turns.
 //
-// Weights stay float32 in effect: they are the sum of two 16-bit floats, each with a product. The
+// Weights are the sum of two 16-bit floats, each with a product, so that 16 bits of them count in
+// bfloat16 and 22 in float16; float32 in effect, since the result is rounded to 8 and 11. The
 // larger is rounded towards zero and the smaller kept above zero, so that an infinite value gives
-// infinity and not the difference of two.
+// infinity and not the difference of two (NaN where its weight is below 2^-32 of the largest, in
+// float16).
 #pragma once
 
 #include "attention_loads.cuh"
@@ -59,8 +61,10 @@ struct Mma<__half> {
     constexpr float kTiny = 5.9604645e-8f;
     asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(large) : "f"(y), "f"(x));
     const float2 kept = PairOf<__half>::widened(pair_of<__half>(large));
+    // Without the condition a million keys that hardly count would.
     small = same_bits<unsigned>(
-        PairOf<__half>::rounded(fmaxf(x - kept.x, kTiny), fmaxf(y - kept.y, kTiny)));
+        PairOf<__half>::rounded(fmaxf(x - kept.x, kept.x > 0.0f ? kTiny : 0.0f),
+                                fmaxf(y - kept.y, kept.y > 0.0f ? kTiny : 0.0f)));
   }
 };
 

@@ -139,6 +139,11 @@ __global__ void __launch_bounds__(kAttentionThreads, Warp::kBlocks)
   places = row.place(share, lane, kParts);
   const int head = kv_head * group + first_head;
   warp.load_query(q + request * q_token + head * q_head, q_head, heads, query_shared);
+  float result_scale = 1.0f;
+  if constexpr (Warp::kIsCoded) {
+    factor *= k_scale[kv_head * k_scale_stride];
+    result_scale = v_scale[kv_head * v_scale_stride];
+  }
   if (length != hinted_length) {
     share = share_of(length, window, capacity, part, kParts);
     places = row.place(share, lane, kParts);
@@ -148,11 +153,6 @@ __global__ void __launch_bounds__(kAttentionThreads, Warp::kBlocks)
     if (share.count > 0) warp.start(rows_of(keys, place), rows_of(values, place));
   }
 
-  float result_scale = 1.0f;
-  if constexpr (Warp::kIsCoded) {
-    factor *= k_scale[kv_head * k_scale_stride];
-    result_scale = v_scale[kv_head * v_scale_stride];
-  }
   // Places of the units are read 32 at a time, one a lane, and the next 32 while these are used.
   Place later = row.place(share, kWarp + lane, kParts);
 #pragma unroll 1

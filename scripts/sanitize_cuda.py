@@ -333,6 +333,26 @@ def ropes() -> Iterator[Case]:
         )
 
 
+def attentions() -> Iterator[Case]:
+    """Tensor cores and float32, one block and sixteen, codes, a window, an empty request."""
+    for dtype, cached, batch in ((BF16, BF16, 1), (F32, F32, 3), (BF16, torch.int8, 40)):
+        lengths = whole(0, 1024, batch, dtype=torch.int32)
+        table = whole(0, 70, batch, 64, dtype=torch.int32)
+        codes = cached is torch.int8
+        caches = [
+            whole(-9, 9, 70, 16, 2, 64, dtype=cached)
+            if codes
+            else drawn(70, 16, 2, 64, dtype=dtype)
+            for _ in range(2)
+        ]
+        scales = {f"{of}_scale": torch.full((2,), 0.1) for of in "kv"} if codes else {}
+        q = drawn(batch, 8, 64, dtype=dtype)
+        for window in (0, 100):
+            name = f"attention {dtype} {cached} {batch} {window}"
+            options = {**scales, "window": window}
+            yield case(name, fusedops.paged_attention, q, *caches, table, lengths, **options)
+
+
 def embeddings() -> Iterator[Case]:
     """Rows of vectors and of single elements, both kinds of ids, a strided table."""
     for columns, dtype in ((4096, torch.int64), (72, torch.int32), (33, torch.int64)):
@@ -355,6 +375,7 @@ FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
     "experts": experts,
     "sampling": samplings,
     "rope_append": ropes,
+    "attention_decode": attentions,
     "embedding": embeddings,
 }
 """Cases by the file of csrc that has the kernels."""

@@ -173,7 +173,7 @@ def test_a_models_programs_hold_what_its_operations_load(shape: str, dtype: torc
     programs = set(model_programs(config, dtype, 8192, GPU))
     assert {program.file for program in programs} == {
         *("norm.cu", "activation.cu", "rope_append.cu"),
-        *("embedding.cu", "sampling.cu", "reduce.cu"),
+        *("embedding.cu", "sampling.cu", "reduce.cu", "attention_decode.cu"),
     }
     hidden, heads = config.hidden_size, config.n_heads + 2 * config.n_kv_heads
     weight = torch.empty(hidden, dtype=dtype)
@@ -203,6 +203,16 @@ def test_a_models_programs_hold_what_its_operations_load(shape: str, dtype: torc
             assert planned("append_paged_kv", *append) <= programs
             both = (q, k, v, places, cos_sin, *paged, scale, scale, "halves", "NHD")
             assert planned("rope_append_paged_kv_", *both) <= programs
+    for rows, pages in itertools.product((1, 3, 8, 31, 64, 256), (1, 9, 63, 64, 512)):
+        q = torch.empty(rows, config.n_heads, config.head_dim, dtype=dtype)
+        table = torch.zeros(rows, pages, dtype=torch.int32)
+        for stored in (dtype, torch.float8_e4m3fn, torch.int8):
+            cache = torch.empty(3, 16, config.n_kv_heads, config.head_dim, dtype=stored)
+            scale = None if stored is dtype else torch.tensor(0.5)
+            step = (q, cache, cache, table, table[:, 0], None, scale, scale)
+            for window in (0, 100):
+                options = (1, 0.125, True, window, 0.0, "NHD")
+                assert planned("paged_attention", *step, *options) <= programs
     table = torch.empty(50, hidden, dtype=dtype)
     for rows, kind in itertools.product((1, 3, 48, 49, 64, 133, 4000), (torch.int32, torch.int64)):
         ids = torch.zeros(rows, dtype=kind)

@@ -89,7 +89,7 @@ def test_every_tile_that_splits_k_is_launched(scripts: tuple[ModuleType, ModuleT
     "family",
     [
         *("transpose", "transpose_quantize", "reduce", "norm", "activation", "quantize"),
-        *("histogram", "experts", "rope_append", "embedding"),
+        *("histogram", "experts", "rope_append", "attention_decode", "embedding"),
     ],
 )
 def test_cases_are_calls_that_the_operations_accept(cuda_cases: ModuleType, family: str) -> None:

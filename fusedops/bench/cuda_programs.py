@@ -1,7 +1,8 @@
 """Which kernels of csrc a model's operations take, found without a GPU: plans need only sizes.
 
 The operations are those of a decoder around its products: embedding, norms, the gated activation
-where it is not in an epilogue, RoPE with the paged append, and the choice of a token.
+where it is not in an epilogue, RoPE with the paged append, attention of a decode step without a
+soft cap, and the choice of a token.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from fusedops.bench.sizes import ModelSizes
 from fusedops.errors import UnsupportedError
 from fusedops.jit.nvrtc import CudaProgram
 from fusedops.providers.cuda_activation import ACT_AND_MUL, plan_act_and_mul
+from fusedops.providers.cuda_attention import PAGED_ATTENTION, UNIT, WARPS, plan_paged_attention
 from fusedops.providers.cuda_call import CallPlan
 from fusedops.providers.cuda_embedding import (
     EMBEDDING,
@@ -44,6 +46,9 @@ _PAGE_SIZE = 16
 _BLOCKS_PER_SM = 8
 """Rows beyond so many for each multiprocessor change no layout of csrc/include/row.cuh."""
 
+
+_ATTENTION_OPTIONS = (1, 1.0, True, 0, 0.0, "NHD")
+"""Its last arguments: one query a request, a scale, causal, no window and no soft cap."""
 
 _Call = tuple[Served, Callable[..., CallPlan], tuple[Any, ...]]
 """How a call is served, what plans it, and the operation's arguments in the schema's order."""
@@ -111,6 +116,31 @@ def _calls(sizes: ModelSizes, dtype: torch.dtype, most: int, gpu: Gpu) -> Iterat
             yield EMBEDDING, plan_embedding, (ids, table)
             yield EMBEDDING_SUMSQ, plan_embedding_sumsq, (ids, table)
     yield from _cache_calls(sizes, dtype)
+    yield from _attention_calls(sizes, dtype, most)
+
+
+def _cache_dtypes(dtype: torch.dtype) -> Iterator[tuple[torch.dtype, tuple[Tensor | None, ...]]]:
+    """What a cache may hold, with its two scales."""
+    yield dtype, (None, None)
+    scale = _new(dtype=torch.float32)
+    for _, stored in FORMATS.values():
+        yield stored, (scale, scale)
+
+
+def _attention_calls(sizes: ModelSizes, dtype: torch.dtype, most: int) -> Iterator[_Call]:
+    """Decode steps of 1, 2, 4, ... requests: with twice as many, clusters have half the blocks.
+
+    So they have where a request's pages hold fewer keys than a cluster attends at once.
+    """
+    for requests in (1 << doublings for doublings in range(most.bit_length())):
+        q = _new(requests, sizes.n_heads, sizes.head_dim, dtype=dtype)
+        lengths = _new(requests, dtype=torch.int32)
+        for blocks in (1, 2, 4, 8, 16):
+            table = _new(requests, blocks * WARPS * UNIT // _PAGE_SIZE, dtype=torch.int32)
+            for stored, scales in _cache_dtypes(dtype):
+                cache = _new(1, _PAGE_SIZE, sizes.n_kv_heads, sizes.head_dim, dtype=stored)
+                tensors = (q, cache, cache, table, lengths, None, *scales)
+                yield PAGED_ATTENTION, plan_paged_attention, (*tensors, *_ATTENTION_OPTIONS)
 
 
 def _cache_calls(sizes: ModelSizes, dtype: torch.dtype) -> Iterator[_Call]:
@@ -122,10 +152,9 @@ def _cache_calls(sizes: ModelSizes, dtype: torch.dtype) -> Iterator[_Call]:
     cos_sin = _new(1, sizes.head_dim, dtype=torch.float32)
     yield ROPE, plan_rope, (q, k, positions, cos_sin, "halves")
     yield ROPE_, plan_rope_, (q, k, positions, cos_sin, "halves")
-    pages, scale = _new(1, 1, dtype=torch.int32), _new(dtype=torch.float32)
-    for cache_dtype in (dtype, *(stored for _, stored in FORMATS.values())):
-        cache = _new(1, _PAGE_SIZE, kv_heads, sizes.head_dim, dtype=cache_dtype)
-        scales = (None, None) if cache_dtype is dtype else (scale, scale)
+    pages = _new(1, 1, dtype=torch.int32)
+    for stored, scales in _cache_dtypes(dtype):
+        cache = _new(1, _PAGE_SIZE, kv_heads, sizes.head_dim, dtype=stored)
         places = (cache, cache, pages, positions)
         yield APPEND, plan_append, (k, v, *places, positions, *scales, "NHD")
         both = (q, k, v, positions, cos_sin, *places, *scales)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fusedops.providers import cuda_activation, cuda_norm, cuda_quantize
 from fusedops.providers.base import Support
+from fusedops.providers.cuda_attention import PAGED_ATTENTION
 from fusedops.providers.cuda_base import NAME, CudaOp
 from fusedops.providers.cuda_embedding import EMBEDDING, EMBEDDING_SUMSQ
 from fusedops.providers.cuda_histogram import BINCOUNT, EXPERT_HISTOGRAM, HISTOGRAM
@@ -69,6 +70,7 @@ _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Support], Callable[..., Any]]] =
     "rope_": ROPE_.entry,
     "append_paged_kv": APPEND.entry,
     "rope_append_paged_kv_": ROPE_APPEND.entry,
+    "paged_attention": PAGED_ATTENTION.entry,
     "embedding": EMBEDDING.entry,
     "embedding_sumsq": EMBEDDING_SUMSQ.entry,
 }

@@ -177,8 +177,8 @@ def gpu_of(device: int) -> Gpu:
 def bind_launch(launch: Launch, device: int) -> BoundLaunch:
     """A plan's launch with its kernel loaded on a device, ready but for addresses."""
     module = cuda_module(launch.program, device_arch(device))
-    # The attribute costs nothing where no kernel is ahead, and every kernel of csrc waits before it
-    # touches memory.
+    # The attribute costs nothing where no kernel is ahead, and every kernel of csrc waits before
+    # what it reads counts.
     return module.kernel(launch.kernel, launch.parameters).bind(
         device,
         (*launch.blocks, 1),

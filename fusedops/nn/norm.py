@@ -21,6 +21,10 @@ def _prologue(eps: float, weight_offset: float, round_before_weight: bool) -> st
     return str(RmsNormPrologue(eps, "llama" if round_before_weight else "gemma", weight_offset))
 
 
+# As ``gemm_arguments.spec_text``: torch.compile calls it while it traces and keeps the text.
+_prologue._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dimension; parameter ``weight`` (hidden,), frozen.
 

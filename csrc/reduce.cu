@@ -14,6 +14,7 @@
 #include "memory.cuh"
 #include "pdl.cuh"
 #include "ptx.cuh"
+#include "reduce_bar.cuh"
 #include "reduce_ops.cuh"
 #include "vec.cuh"
 
@@ -28,6 +29,17 @@ constexpr int kLoads = 8;
 template <>
 inline constexpr int kLoads<LogSumExp<double>> = 2;
 
+// Elements to fold at once, at most, and threads of reduce_cluster that an SM must have registers
+// for (0: its block's). Arg needs elements twice: with more narrow ones it needs more registers.
+template <class Op>
+constexpr int kBatch = 1 << 30;
+template <class Op>
+constexpr int kThreadsAtOnce = 0;
+template <typename T, bool kLargest>
+constexpr int kBatch<Arg<T, kLargest>> = sizeof(T) < 4 ? 16 : 32;
+template <typename T, bool kLargest>
+constexpr int kThreadsAtOnce<Arg<T, kLargest>> = 1024;
+
 template <class Op, bool kFinal>
 __device__ __forceinline__ void write_result(void* results, long long place,
                                              const typename Op::Acc& acc, long long count) {
@@ -38,15 +50,16 @@ __device__ __forceinline__ void write_result(void* results, long long place,
   }
 }
 
-// Joins x[0], ..., x[count - 1] of which this thread takes the vectors lane, lane + lanes, ...; the
-// first one has position `position`. Up to kMostLoads loads are in flight at once.
-template <class Op, typename T, int kMostLoads>
-__device__ __forceinline__ typename Op::Acc sweep(const T* x, long long count, long long position,
-                                                  int lane, int lanes) {
-  using Acc = typename Op::Acc;
+// Joins to `acc` those of x[0], ..., x[count - 1] that lie in the vectors lane, lane + lanes, ...,
+// which are this thread's; x[0] has position `position`. Up to kMostLoads loads are in flight at
+// once. Batches that `bar` does not admit are passed over.
+template <class Op, typename T, int kMostLoads, class BarType>
+__device__ __forceinline__ typename Op::Acc sweep(typename Op::Acc acc, const T* x, long long count,
+                                                  long long position, int lane, int lanes,
+                                                  const BarType& bar) {
   constexpr int kWidth = kVecWidth<T>;
   constexpr int kUnroll = kMostLoads < kLoads<Op> ? kMostLoads : kLoads<Op>;
-  Acc acc = Op::empty();
+  constexpr int kVectors = kUnroll * kWidth <= kBatch<Op> ? kUnroll : kBatch<Op> / kWidth;
   // A view may begin between two multiples of 16 bytes, and its end lies anywhere.
   const int behind = static_cast<int>(reinterpret_cast<unsigned long long>(x) % kVecBytes);
   const long long head =
@@ -76,9 +89,15 @@ __device__ __forceinline__ typename Op::Acc sweep(const T* x, long long count, l
         }
       }
     }
-    const Acc part = Op::fold(chunk.values);
-    acc = Op::merge(acc, Op::template locate<kWidth>(part, position + head + i * kWidth,
-                                                     static_cast<long long>(lanes) * kWidth));
+#pragma unroll
+    for (int u = 0; u < kUnroll; u += kVectors) {
+      const auto& batch = reinterpret_cast<const T(&)[kVectors * kWidth]>(chunk.values[u * kWidth]);
+      if (!bar.admits(batch)) continue;
+      const long long vector = i + static_cast<long long>(u) * lanes;
+      acc = Op::merge(
+          acc, Op::template locate<kWidth>(Op::fold(batch), position + head + vector * kWidth,
+                                           static_cast<long long>(lanes) * kWidth));
+    }
   }
   // The ends: fewer than two vectors' worth of single elements.
 #pragma unroll 1
@@ -121,7 +140,7 @@ __global__ void __launch_bounds__(kThreads)
     for (long long segment = is_whole ? 0 : begin; segment < end; ++segment) {
       const long long position = is_whole ? begin : segment * length;
       const T* piece = from + (is_whole ? begin : outer.offset<unsigned long long>(segment));
-      acc = Op::merge(acc, sweep<Op, T, kUnroll>(piece, count, position, lane, lanes));
+      acc = sweep<Op, T, kUnroll>(acc, piece, count, position, lane, lanes, NoBar());
     }
   }
   acc = join_lanes<Op, kThreads>(acc, lanes);
@@ -133,7 +152,7 @@ __global__ void __launch_bounds__(kThreads)
 // One row a cluster of kBlocks blocks, which lie side by side in blockIdx.x; block b takes the
 // elements from b * chunk on. The others hand their part to the first block's shared memory.
 template <class Op, typename T, int kBlocks, int kBlockThreads>
-__global__ void __launch_bounds__(kBlockThreads)
+__global__ void __launch_bounds__(kBlockThreads, kThreadsAtOnce<Op> / kBlockThreads)
     reduce_cluster(const T* x, typename Op::Out* results, long long length, long long chunk,
                    long long kept1, long long kept2, long long kept3, long long kept_stride0,
                    long long kept_stride1, long long kept_stride2, long long kept_stride3) {
@@ -152,8 +171,10 @@ __global__ void __launch_bounds__(kBlockThreads)
   const unsigned long long row = blockIdx.x / kBlocks;
   const long long begin = min(rank * chunk, length);
   const T* from = x + kept.offset(row) + begin;
+  const Bar<Op> bar = Bar<Op>::of_block();
   pdl_wait();
-  Acc acc = sweep<Op, T, 8>(from, min(chunk, length - begin), begin, threadIdx.x, kBlockThreads);
+  Acc acc = sweep<Op, T, 8>(Op::empty(), from, min(chunk, length - begin), begin, threadIdx.x,
+                            kBlockThreads, bar);
   acc = join_lanes<Op, kBlockThreads>(acc, kBlockThreads);
   cluster_wait();
   if (threadIdx.x == 0) {

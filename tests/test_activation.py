@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fusedops.epilogue import activation_from_hf
 from fusedops.epilogue.activations import ACTIVATIONS, activation
+from fusedops.epilogue.nodes import activation_bound
 from fusedops.errors import ConfigError, DTypeError, ShapeError, UnsupportedError
 from fusedops.ops.activation import act_and_mul
 
@@ -235,3 +236,58 @@ def test_gelu_of_large_values_is_the_value_in_any_layout(dtype: torch.dtype) -> 
     large = torch.tensor([float("inf"), 3e38, 1e30] * 8, dtype=dtype)
     assert torch.equal(activation("gelu", large), large)
     assert torch.equal(activation("gelu", large[::2]), large[::2])
+
+
+class Float32Math:
+    """``KernelMath`` in numpy: what kernels compute, but for the last bits of their fast forms."""
+
+    def exp(self, value: np.ndarray) -> np.ndarray:
+        return np.exp(value)
+
+    def exp2(self, value: np.ndarray) -> np.ndarray:
+        power = np.exp2(value)
+        return np.where(power < np.float32(2.0**-126), np.float32(0.0), power)
+
+    def erf(self, value: np.ndarray) -> np.ndarray:
+        return torch.erf(torch.from_numpy(value)).numpy()
+
+    def tanh(self, value: np.ndarray) -> np.ndarray:
+        return np.tanh(value)
+
+    def reciprocal(self, value: np.ndarray) -> np.ndarray:
+        return np.float32(1.0) / value
+
+    fast_reciprocal = reciprocal
+
+    def maximum(self, left: np.ndarray, right: float) -> np.ndarray:
+        return np.maximum(left, np.float32(right))
+
+    def absolute(self, value: np.ndarray) -> np.ndarray:
+        return np.abs(value)
+
+    def where(self, condition: np.ndarray, value: np.ndarray, other: np.ndarray) -> np.ndarray:
+        return np.where(condition, value, other)
+
+
+@ALL_ACTIVATIONS
+def test_what_kernels_compute_is_within_the_bound(act: str) -> None:
+    small = np.geomspace(1e-30, 1.0, 3_000, dtype=np.float32)
+    values = np.concatenate([np.linspace(-12, 12, 60_001, dtype=np.float32), small, -small])
+    with np.errstate(over="ignore"):
+        found = ACTIVATIONS[act].emit(Float32Math(), values)
+    assert found.dtype == np.float32
+    exact = oracles.activation(act, values.astype(np.float64))
+    bound = activation_bound(act, torch.from_numpy(values), torch.zeros(values.shape)).numpy()
+    assert np.all(np.abs(found - exact) <= 0.8 * bound), "too near to the bound, or beyond"
+
+
+@pytest.mark.parametrize("act", ["gelu", "gelu_tanh", "silu", "quick_gelu"])
+def test_kernels_keep_nan_and_infinity(act: str) -> None:
+    values = np.array([np.inf, np.nan, 0.0, 3e38, -3e38], dtype=np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        found = ACTIVATIONS[act].emit(Float32Math(), values)
+    assert found[0] == np.inf
+    assert np.isnan(found[1])
+    assert found[2] == 0.0
+    assert found[3] == np.float32(3e38)
+    assert found[4] == 0.0

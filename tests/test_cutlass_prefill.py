@@ -36,6 +36,7 @@ def sass_of(problem: GemmProblem, tile: PrefillTile, folder: Path, *, aligned: b
     tool = nvdisasm()
     if tool is None:
         pytest.skip("nvdisasm is not installed")
+    folder.mkdir(exist_ok=True)
     compile_dsl(prefill_program(problem, tile, aligned), "sm_90a", folder)
     cubin = extract_cubin((folder / OBJECT).read_bytes(), folder)
     return subprocess.run([tool, "-c", cubin], capture_output=True, text=True, check=True).stdout
@@ -278,3 +279,26 @@ def test_launch_picks_the_kernel_by_alignment(monkeypatch: pytest.MonkeyPatch) -
     launch(x, w, tensor(m, n + 1)[:, :n], (scale, tensor(m, n)), (statistic,))
     assert launched == ["aligned", "alignment", "alignment"]
     assert loaded == ["aligned", "alignment"]
+
+
+@needs_dsl
+@pytest.mark.parametrize(
+    ("name", "chain", "fragments"),
+    [
+        ("p128x128n2", "bias|act(silu)|residual", 16),
+        ("p128x192m2", "gate|residual", 12),
+        ("p128x176n2", "residual|softcap(30.0)", 22),
+    ],
+)
+def test_in_ping_pong_a_residual_comes_by_bulk_loads(
+    name: str, chain: str, fragments: int, tmp_path: Path
+) -> None:
+    tile, problem = TILES[name], make_problem(chain, 4096)
+    sass = sass_of(problem, tile, tmp_path / "aligned")
+    # One load of 16 x 16 values where one store of them is: the results take the operand's place.
+    assert len(re.findall(r"\bLDSM\.", sass)) == len(re.findall(r"\bSTSM\.", sass)) == fragments
+    assert not re.search(r"\b(LDL|STL)\b", sass), "the kernel spills to local memory"
+    pairs = len(re.findall(r"\bLDG\.", sass))
+    assert pairs == (tile.tile_n // 4 if "bias" in chain else 0)
+    sass = sass_of(problem, tile, tmp_path / "any", aligned=False)
+    assert "LDSM" not in sass

@@ -227,6 +227,21 @@ def test_private_counters_take_a_load_and_a_store_a_byte(tmp_path: Path) -> None
     assert instructions(sass, r"LDS\.U16") == instructions(sass, r"STS\.U16") == 65
     assert instructions(sass, r"LDG\.E\.NA\.128\.CONSTANT") == 8
     assert not instructions(sass, "(ATOMS|LDL|STL)")
+    # From a byte to the address of its counter, in a row of 768 bytes, it is one multiply-add.
+    assert len(re.findall(r"\sIMAD R\d+, [^;]*0x300, R", sass)) >= 65
+
+
+@needs_wheels
+def test_sums_keep_four_loads_under_way_and_all_blocks_of_the_grid(tmp_path: Path) -> None:
+    for name in ("reduce_v7", "reduce_v8"):
+        sass = disassembled(name, tmp_path)
+        loads = [sass.index(found) for found in re.findall(r"LDG\.E\.NA\.128.*", sass)]
+        assert len(loads) == 4
+        assert not instructions(sass[loads[0] : loads[-1]], "FADD")
+        # Eight blocks of 256 threads a multiprocessor leave 32 registers, which are enough.
+        assert not instructions(sass, "(LDL|STL)")
+    # The second launch of reduce_v8 waits for the first one, whose blocks let it start.
+    assert instructions(sass, "PREEXIT") == instructions(sass, "ACQBULK") == 1
 
 
 # Walls

@@ -25,7 +25,7 @@ __device__ __forceinline__ Acc shuffle_xor(const Acc& acc, int offset) {
 }
 
 // Joins the accumulators of `lanes` neighbouring threads, a power of two up to the block's size;
-// the first of them gets the result. Every thread of the block must call it.
+// the first of them gets the result, others anything. Every thread of the block must call it.
 template <class Op, int kBlockThreads>
 __device__ __forceinline__ typename Op::Acc join_lanes(typename Op::Acc acc, int lanes) {
   using Acc = typename Op::Acc;
@@ -35,12 +35,16 @@ __device__ __forceinline__ typename Op::Acc join_lanes(typename Op::Acc acc, int
   }
   if (lanes <= kWarp) return acc;
   __shared__ Acc of_warp[kBlockThreads / kWarp];
-  const int warp = threadIdx.x / kWarp;
+  // Taken from one lane: where the compiler does not know that a warp's lanes stay together, each
+  // of the shuffles below gets a branch and a copy for lanes apart.
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / kWarp, 0);
   const int warps = lanes / kWarp;
   if (threadIdx.x % kWarp == 0) of_warp[warp] = acc;
   __syncthreads();
-  // Every warp joins those of its row: a tree takes a fifth of the time of one thread's loop.
-  acc = of_warp[warp / warps * warps + threadIdx.x % warps];
+  // The first warp of a row joins them: a tree takes a fifth of the time of one thread's loop. The
+  // others would only share the shuffle unit with it.
+  if (warp % warps != 0) return acc;
+  acc = of_warp[warp + threadIdx.x % warps];
 #pragma unroll 1
   for (int offset = warps / 2; offset > 0; offset /= 2) {
     acc = Op::merge(acc, shuffle_xor(acc, offset));

@@ -3,9 +3,8 @@
 //
 //   Acc                what is accumulated; merge(a, b) joins two of them, empty() is neutral.
 //   pad()              an element that changes no result, where a vector is not full.
-//   fold(values)       kCount elements into one Acc, as a tree, so that additions do not wait for
-//   one
-//                      another and errors grow with its depth.
+//   fold(values)       kCount elements into one Acc, as a tree: errors grow with its depth, and
+//                      additions do not wait for one another.
 //   locate(acc, ...)   positions: those of fold count from 0, these from the start of the input.
 //   finish(acc, n)     the result of n elements, rounded once.
 #pragma once
@@ -266,34 +265,39 @@ template <typename T, bool kLargest>
 struct Arg {
   using Acc = Position<T>;
   using Out = long long;
+  using Extremum = typename SelectOf<kLargest, Max<T>, Min<T>>::type;
   static constexpr long long kNowhere = 0x7fffffffffffffffll;
 
   static __device__ __forceinline__ bool beats(Wide<T> a, Wide<T> b) {
     // Neither `a <= b` nor a NaN before: a is larger, or the first NaN.
     return (kLargest ? !(a <= b) : !(a >= b)) && b == b;
   }
-  static __device__ __forceinline__ Acc empty() {
-    return {kLargest ? lowest<Wide<T>>() : highest<Wide<T>>(), kNowhere};
-  }
-  // May tie with an element, but its position is behind every element's.
-  static __device__ __forceinline__ T pad() { return kLargest ? lowest<T>() : highest<T>(); }
+  static __device__ __forceinline__ Acc empty() { return {Extremum::empty(), kNowhere}; }
+  // Ties only where no element is better than it, and lies behind the first element.
+  static __device__ __forceinline__ T pad() { return Extremum::pad(); }
   static __device__ __forceinline__ Acc merge(Acc a, Acc b) {
     const bool is_later = b.index > a.index;
     const Acc first = is_later ? a : b;
     const Acc second = is_later ? b : a;
     return beats(second.value, first.value) ? second : first;
   }
+  // The place of the first match; there is one.
+  template <int kCount, class Match>
+  static __device__ __forceinline__ int first_place(const T (&values)[kCount], Match is_match) {
+    int place = kCount - 1;
+#pragma unroll
+    for (int i = kCount - 2; i >= 0; --i)
+      if (is_match(widen<Wide<T>>(values[i]))) place = i;
+    return place;
+  }
+  // An instruction an element finds the extremum (float: FMNMX), two more its place (FSETP, SEL).
+  // Following both from element to element takes four, each of which waits for those before it.
   template <int kCount>
   static __device__ __forceinline__ Acc fold(const T (&values)[kCount]) {
-    Wide<T> best = widen<Wide<T>>(values[0]);
-    int place = 0;
-#pragma unroll
-    for (int i = 1; i < kCount; ++i) {
-      const Wide<T> value = widen<Wide<T>>(values[i]);
-      const bool is_better = beats(value, best);
-      best = is_better ? value : best;
-      place = is_better ? i : place;
-    }
+    const Wide<T> best = Extremum::fold(values);
+    const int place = best == best
+                          ? first_place(values, [best](Wide<T> value) { return value == best; })
+                          : first_place(values, [](Wide<T> value) { return value != value; });
     return {best, place};
   }
   template <int kRun>
@@ -312,7 +316,7 @@ struct LogSum {
 };
 
 template <typename T>
-struct LogSumExp {
+struct LogSumExp : Fold<LogSumExp<T>, T, LogSum<Wide<T>>> {
   using A = Wide<T>;
   using Acc = LogSum<A>;
   using Out = T;
@@ -358,10 +362,6 @@ struct LogSumExp {
       for (int i = 0; i + step < kCount; i += 2 * step) wide[i] += wide[i + step];
     }
     return {maximum, wide[0]};
-  }
-  template <int kRun>
-  static __device__ __forceinline__ Acc locate(Acc acc, long long first, long long step) {
-    return acc;
   }
   static __device__ __forceinline__ T finish(Acc acc, long long) {
     return narrow<T>(anchor(acc.maximum) + log(acc.sum));

@@ -1,8 +1,8 @@
 // Idea: no atomics. Each thread has 256 counters of its own, of 16 bits, all in the bank of shared
 //   memory that belongs to its lane: no value can make lanes meet.
 // Wall: load units. A byte costs a load and a store of shared memory, and only twelve warps hold
-//   their counters there. That is half the memory's rate, but the same whatever the data; atomic
-//   additions of one take from half to more than all of this time.
+//   their counters there. That is half the memory's rate, but nearly the same whatever the data;
+//   atomic additions of one take from half to more than all of this time.
 // Lever: none that suits all data; count while the data is written.
 
 #include "memory.cuh"
@@ -44,16 +44,19 @@ __device__ __forceinline__ void load_some(uint4 (&to)[kLoads], const uint4* from
 __global__ void __launch_bounds__(kThreads, 1)
     histogram_v7(const unsigned char* x, unsigned* counts, long long count) {
   extern __shared__ uint4 rows[];
+  __shared__ unsigned sums[kBins];
   for (int i = threadIdx.x; i < kBins * kWords / 4; i += kThreads) rows[i] = make_uint4(0, 0, 0, 0);
   __syncthreads();
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   // Threads of two warps share the halves of a word, so that lane l meets bank l in every row.
-  int column = warp / 2 * 64 + 2 * lane + warp % 2;
+  const int column = warp / 2 * 64 + 2 * lane + warp % 2;
+  // A number, to which a value's row is one multiply-add; a pointer would take a second addition.
+  unsigned begin = static_cast<unsigned>(__cvta_generic_to_shared(rows)) + column * 2;
   long long thread = static_cast<long long>(blockIdx.x) * kThreads + threadIdx.x;
   // Both stay in registers: the compiler would compute them again for every vector.
-  asm volatile("" : "+r"(column), "+l"(thread));
-  unsigned short* mine = reinterpret_cast<unsigned short*>(rows) + column;
+  asm volatile("" : "+r"(begin), "+l"(thread));
+  unsigned short* mine = static_cast<unsigned short*>(__cvta_shared_to_generic(begin));
   const long long threads = static_cast<long long>(gridDim.x) * kThreads;
   const uint4* from = reinterpret_cast<const uint4*>(x) + thread;
   int left = static_cast<int>((count / 16 - thread + threads - 1) / threads);
@@ -75,16 +78,21 @@ __global__ void __launch_bounds__(kThreads, 1)
   const long long tail = count / 16 * 16 + thread;
   if (tail < count) ++mine[x[tail] * kThreads];
   __syncthreads();
+  // The blocks end together, and an addition of each bin by itself would queue up at the L2: a warp
+  // adds 32 of them at once.
   const unsigned* words = reinterpret_cast<const unsigned*>(rows);
+#pragma unroll 1
   for (int bin = warp; bin < kBins; bin += kThreads / 32) {
     unsigned sum = 0;
-    for (int i = lane; i < kWords; i += 32) {
-      const unsigned pair = words[bin * kWords + i];
+#pragma unroll
+    for (int i = 0; i < kWords; i += 32) {
+      const unsigned pair = words[bin * kWords + i + lane];
       sum += (pair & 0xffffu) + (pair >> 16);
     }
     sum = __reduce_add_sync(0xffffffffu, sum);
-    if (lane == 0 && sum != 0) atomicAdd(&counts[bin], sum);
+    if (lane == 0) sums[bin] = sum;
   }
+  flush_bins(sums, 1, counts);
 }
 
 }  // namespace fusedops

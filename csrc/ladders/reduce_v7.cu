@@ -11,7 +11,8 @@ namespace fusedops {
 constexpr int kThreads = 256;
 
 // `out` is one element, zero before the launch; x is aligned to 16 bytes.
-__global__ void __launch_bounds__(kThreads) reduce_v7(const float* x, float* out, long long count) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    reduce_v7(const float* x, float* out, long long count) {
   const float sum = block_sum<kThreads>(strided_sum(x, count));
   if (threadIdx.x == 0) atomicAdd(out, sum);
 }

@@ -24,11 +24,16 @@ def fake_tensor(element: Any, dimensions: int, *, aligned: bool = False) -> Any:
 
 
 def chain_tensors(
-    epilogue: Epilogue, operand_dtypes: tuple[torch.dtype | None, ...], out_dtype: torch.dtype
+    epilogue: Epilogue,
+    operand_dtypes: tuple[torch.dtype | None, ...],
+    out_dtype: torch.dtype,
+    aligned: str | None = None,
 ) -> list[Any]:
-    """Operands, then extra outputs, of a chain in its order."""
+    """Operands, then extra outputs, of a chain in its order; one operand may be aligned."""
     tensors = [
-        fake_tensor(CUTE_DTYPES[given], 2 if operand.axis == "mn" else 1)
+        fake_tensor(
+            CUTE_DTYPES[given], 2 if operand.axis == "mn" else 1, aligned=operand.name == aligned
+        )
         for operand, given in zip(epilogue.operands, operand_dtypes, strict=True)
         if given is not None
     ]

@@ -16,6 +16,7 @@ __all__ = [
     "round_to",
     "storage_value",
     "store_pair",
+    "unpacked_pair",
 ]
 
 CUTE_DTYPES: dict[torch.dtype, type[Numeric]] = {
@@ -38,6 +39,9 @@ class DslMath:
 
     def exp(self, value: Any) -> Any:
         return cute.math.exp(value, fastmath=True)
+
+    def exp2(self, value: Any) -> Any:
+        return _ptx("ex2.approx.ftz.f32 {$w0}, {$r0};", Float32, value)
 
     def erf(self, value: Any) -> Any:
         return cute.math.erf(value)
@@ -95,6 +99,19 @@ def packed_pair(low: Any, high: Any, dtype: torch.dtype) -> Any:
         return Uint16(first) | (Uint16(second) << 8)
     name = {torch.bfloat16: "bf16x2", torch.float16: "f16x2"}[dtype]
     return _ptx(f"cvt.rn.{name}.f32 {{$w0}}, {{$r1}}, {{$r0}};", Int32, low, high)
+
+
+def unpacked_pair(register: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+    """The two values of a packed pair of bfloat16 or float16, as float32."""
+    if dtype == torch.bfloat16:
+        low = _ptx("{ .reg .b32 t; shl.b32 t, {$r0}, 16; mov.b32 {$w0}, t; }", Float32, register)
+        code = "{ .reg .b32 t; and.b32 t, {$r0}, 0xffff0000; mov.b32 {$w0}, t; }"
+        return low, _ptx(code, Float32, register)
+    first, second = (
+        "{ .reg .b16 l, h; mov.b32 {l, h}, {$r0}; cvt.f32.f16 {$w0}, " + half + "; }"
+        for half in ("l", "h")
+    )
+    return _ptx(first, Float32, register), _ptx(second, Float32, register)
 
 
 def packed_product(left: Any, right: Any, dtype: torch.dtype) -> Any:

@@ -2,8 +2,9 @@
 
 A thread holds too many accumulators to treat them at once, so the chain runs over steps of a few
 columns: operands of the next step are read while one is computed, and its results go to the
-staging buffer at once. Operands along N and the residual come by direct loads of neighbouring
-pairs; a row's lanes are neighbours, so a pair of loads uses whole sectors.
+staging buffer at once. Operands along N come by direct loads of neighbouring pairs, and so does a
+residual where it does not come by bulk loads (``bulk_operand``); a row's lanes are neighbours, so a
+pair of loads uses whole sectors.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
 from fusedops.config.prefill import MIN_STEP_COLUMNS, PrefillConfig
+from fusedops.cutlass.bulk_operand import BulkLoads, free_buffers
 from fusedops.cutlass.math import DslMath
 from fusedops.cutlass.staging import ROWS, Staging
 from fusedops.cutlass.tile import ChainEmission, Coordinates, Slot, ThreadTile, halves_columns
@@ -65,6 +67,7 @@ class PrefillEpilogue:
         staging: the way of the main result to memory.
         bulk: whether it leaves by bulk tensor stores.
         s_out: the staging buffers; ``out``: the result; ``atom``: the store's copy atom if bulk.
+        arriving: the loads of ``emission.elsewhere``, None without it.
     """
 
     config: PrefillConfig
@@ -74,6 +77,7 @@ class PrefillEpilogue:
     s_out: Any
     out: Any
     atom: Any
+    arriving: BulkLoads | None = None
 
     @property
     def halving(self) -> int:
@@ -88,10 +92,14 @@ class PrefillEpilogue:
         return max(step, groups * self.halving)
 
     @property
+    def chunks(self) -> int:
+        """Staging buffers that a tile's row fills."""
+        return self.config.tile_n // self.halving // self.staging.columns
+
+    @property
     def stores(self) -> int:
         """Staging buffers that a tile fills."""
-        columns = self.config.tile_n // self.halving
-        return self.config.blocks * (columns // self.staging.columns)
+        return self.config.blocks * self.chunks
 
     def coordinates(self, place: TilePlace, block: int, step: int) -> Coordinates:
         """Of a thread's accumulators in one step of a 64-row block."""
@@ -138,8 +146,26 @@ class PrefillEpilogue:
         # What does not change along a block's columns is read with its first step.
         return self.emission.load(at) if step == 0 else self.emission.load(at, _MOVING_AXES)
 
+    def first_chunks(self, place: TilePlace, filled_before: Any) -> None:
+        """Start the bulk loads that a tile begins with; its products may follow."""
+        if self.arriving is not None:
+            free_buffers(place.thread)
+            for chunk in range(min(self.stores, self.staging.buffers)):
+                self._start_load(place, filled_before, chunk)
+
+    def _start_load(self, place: TilePlace, filled_before: Any, chunk: int) -> None:
+        if self.arriving is not None and chunk < self.stores:
+            box = self._box(place, *divmod(chunk, self.chunks))
+            self.arriving.start(box, self._buffer(place, filled_before, chunk), place.thread)
+
+    def _buffer(self, place: TilePlace, filled_before: Any, chunk: int) -> Any:
+        buffers = self.staging.buffers
+        if self.stores % buffers == 0:
+            return place.warpgroup * buffers + chunk % buffers
+        return place.warpgroup * buffers + (filled_before + chunk) % buffers
+
     def run(
-        self, acc: Any, place: TilePlace, loaded: list[dict[str, Any]], first_buffer: Any
+        self, acc: Any, place: TilePlace, loaded: list[dict[str, Any]], filled_before: Any
     ) -> None:
         """Trace the epilogue of a tile.
 
@@ -147,7 +173,7 @@ class PrefillEpilogue:
             acc: the accumulators.
             place: the tile.
             loaded: from ``first_operands``.
-            first_buffer: staging buffer of the warpgroup to fill first.
+            filled_before: staging buffers that the warpgroup's earlier tiles have filled.
         """
         steps = self.steps
         pending = list(loaded)
@@ -176,8 +202,11 @@ class PrefillEpilogue:
                 statistics.clear()
             at = self.coordinates(place, block, step)
             values = self._values(acc, block, step)
-            tile = self.emission.run(values, at, {**fixed, **operands}, add, _row_maximum)
-            filled = self._stage(tile, place, first_buffer, filled, block, step)
+            arrived = self._arrived(place, filled_before, filled, step)
+            tile = self.emission.run(
+                values, at, {**fixed, **operands, **arrived}, add, _row_maximum
+            )
+            filled = self._stage(tile, place, filled_before, filled, step)
             # Keeps later steps' loads behind this step: the compiler would hoist them all.
             cute.arch.sync_warp()
             if i + 1 == len(steps) or steps[i + 1][0] != block:
@@ -194,14 +223,24 @@ class PrefillEpilogue:
             for parity in range(2)
         }
 
+    def _arrived(
+        self, place: TilePlace, filled_before: Any, chunk: int, step: int
+    ) -> dict[str, tuple[str, dict[Slot, Any]]]:
+        """A step's part of the operand that came by bulk loads, from the buffer of its results."""
+        if self.arriving is None:
+            return {}
+        staging = self.staging
+        columns = self.step_columns // self.halving
+        within = step * columns % staging.columns
+        buffer = self._buffer(place, filled_before, chunk)
+        if within == 0:
+            self.arriving.wait(buffer, (filled_before + chunk) // staging.buffers)
+        address = staging.buffer_address(Int32(self.s_out.iterator.toint()), buffer)
+        values = staging.read(address, place.thread, within, columns // 8)
+        return {self.emission.elsewhere or "": ("mn", values)}
+
     def _stage(
-        self,
-        tile: ThreadTile,
-        place: TilePlace,
-        first_buffer: Any,
-        filled: int,
-        block: int,
-        step: int,
+        self, tile: ThreadTile, place: TilePlace, filled_before: Any, filled: int, step: int
     ) -> int:
         """Write a step's results; store every buffer that they fill."""
         staging = self.staging
@@ -210,7 +249,7 @@ class PrefillEpilogue:
         for start in range(0, columns, staging.columns):
             width = min(columns - start, staging.columns)
             within = (step * columns + start) % staging.columns
-            buffer = place.warpgroup * staging.buffers + (first_buffer + filled) % staging.buffers
+            buffer = self._buffer(place, filled_before, filled)
             staging.write(
                 tile.part(start // 4, width // 4),
                 staging.buffer_address(base, buffer),
@@ -219,16 +258,21 @@ class PrefillEpilogue:
             )
             if within + width == staging.columns:
                 staging.publish(place.thread, place.warpgroup, self.bulk)
-                self._store(place, buffer, block, (step * columns + start) // staging.columns)
+                if filled > 0:
+                    self._start_load(place, filled_before, filled + 1)
+                self._store(place, buffer, filled)
                 filled += 1
         return filled
 
-    def _store(self, place: TilePlace, buffer: Any, block: int, chunk: int) -> None:
-        config, staging = self.config, self.staging
-        blocks_m = config.tile_m // ROWS
-        row_block = place.tile_m * blocks_m + place.block + block * config.sharing
-        chunks = config.tile_n // self.halving // staging.columns
-        column_chunk = place.tile_n * chunks + chunk
+    def _box(self, place: TilePlace, block: int, chunk: int) -> tuple[Any, Any]:
+        """Index along M and N of a chunk of a 64-row block, in the result cut into buffers."""
+        row_blocks = self.config.tile_m // ROWS
+        row = place.tile_m * row_blocks + place.block + block * self.config.sharing
+        return row, place.tile_n * self.chunks + chunk
+
+    def _store(self, place: TilePlace, buffer: Any, filled: int) -> None:
+        staging = self.staging
+        row_block, column_chunk = self._box(place, *divmod(filled, self.chunks))
         if self.bulk:
             g_out = cute.local_tile(self.out, (ROWS, staging.columns), (None, None))
             source, target = cpasync.tma_partition(

@@ -45,6 +45,7 @@ from fusedops.config.prefill import (
     store_columns,
 )
 from fusedops.cutlass.arguments import chain_tensors, fake_tensor
+from fusedops.cutlass.bulk_operand import BulkLoads, bulk_operand
 from fusedops.cutlass.mainloop import multiply
 from fusedops.cutlass.math import CUTE_DTYPES, STORAGE_DTYPES
 from fusedops.cutlass.prefill_epilogue import PrefillEpilogue, TilePlace
@@ -81,6 +82,7 @@ class PrefillGemm:
         out_dtype: torch.dtype,
         aligned: bool,
         pdl: bool = True,
+        operand_dtypes: tuple[torch.dtype | None, ...] = (),
     ) -> None:
         self.config, self.epilogue, self.aligned, self.pdl = config, epilogue, aligned, pdl
         self.dtype, self.out_dtype = dtype, out_dtype
@@ -92,6 +94,10 @@ class PrefillGemm:
         self.finished = replace(config, tile_n=config.tile_n // config.split)
         columns = store_columns(self.finished.tile_n // halving, out_dtype.itemsize)
         self.staging = Staging(out_dtype, columns, STORE_BUFFERS, CONSUMERS)
+        self.arriving = bulk_operand(config, epilogue, operand_dtypes, self.staging, aligned)
+        self.arriving_at = -1
+        if self.arriving is not None:
+            self.arriving_at = self.operand_names.index(self.arriving)
         self.ring = Ring(config.stages, 4 * config.sharing, config.cluster)
         self.raster = Raster(
             config.tile_m, config.tile_n, config.cluster_m, config.cluster_n, config.group
@@ -136,8 +142,17 @@ class PrefillGemm:
         counts = self.raster.counts(cute.size(x, mode=[0]), cute.size(w, mode=[0]))
         clusters = cutlass.min(clusters, counts[0] * counts[1])
         result = self.staging.store_side(out, self.aligned)
+        operand: tuple[Any, ...] = ()
+        if const_expr(self.arriving is not None):
+            operand = BulkLoads.side(self.staging, tensors[self.arriving_at])
         self.kernel(
-            x_atom, x_tma, w_atom, w_tma, result, tensors, tiled_mma, x_layout, w_layout, s_layout
+            (x_atom, x_tma, w_atom, w_tma, *operand),
+            result,
+            tensors,
+            tiled_mma,
+            x_layout,
+            w_layout,
+            s_layout,
         ).launch(
             grid=[clusters * cfg.ctas, 1, 1],
             block=[THREADS, 1, 1],
@@ -150,10 +165,7 @@ class PrefillGemm:
     @cute.kernel
     def kernel(
         self,
-        x_atom: cute.CopyAtom,
-        x: cute.Tensor,
-        w_atom: cute.CopyAtom,
-        w: cute.Tensor,
+        loaded: Any,
         result: Any,
         tensors: Any,
         tiled_mma: cute.TiledMma,
@@ -162,6 +174,7 @@ class PrefillGemm:
         s_layout: cute.ComposedLayout,
     ) -> None:
         cfg = self.config
+        x_atom, x, w_atom, w = loaded[:4]
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
@@ -177,9 +190,11 @@ class PrefillGemm:
             cpasync.prefetch_descriptor(w_atom)
 
         smem = SmemAllocator()
-        barriers = smem.allocate_array(Int64, 2 * cfg.stages + 2)
+        buffers = STORE_BUFFERS * CONSUMERS
+        barriers = smem.allocate_array(Int64, 2 * cfg.stages + 2 + buffers)
         full, empty = barriers, barriers + cfg.stages
         drained, received = barriers + 2 * cfg.stages, barriers + 2 * cfg.stages + 1
+        landed = barriers + 2 * cfg.stages + 2
         s_x = smem.allocate_tensor(
             self.element, x_layout.outer, byte_alignment=1024, swizzle=x_layout.inner
         )
@@ -192,9 +207,11 @@ class PrefillGemm:
             byte_alignment=1024,
             swizzle=s_layout.inner,
         )
-        if const_expr(cfg.split > 1):
-            if thread == 0:
+        if thread == 0:
+            if const_expr(cfg.split > 1):
                 self.sums.initialize(drained, received)
+            if const_expr(self.arriving is not None):
+                BulkLoads.initialize(self.staging, landed)
         self.ring.initialize(full, empty, thread)
         if const_expr(cfg.split > 1):
             cute.arch.cluster_arrive_relaxed()
@@ -220,8 +237,9 @@ class PrefillGemm:
                 s_out,
                 result,
                 tensors,
-                (full, empty, drained, received),
+                (full, empty, drained, received, landed),
                 (cluster, clusters, rank),
+                loaded[4:],
             )
         if const_expr(cfg.cluster > 1):
             # A CTA's barriers must outlive the other's last arrival there.
@@ -239,10 +257,11 @@ class PrefillGemm:
         tensors: Any,
         barriers: Any,
         place: Any,
+        operand: Any,
     ) -> None:
         """Two warpgroups: products and epilogue of the cluster's tiles."""
         cfg = self.config
-        full, empty, drained, received = barriers
+        full, empty, drained, received, landed = barriers
         cluster, clusters, rank = place
         peer = rank if const_expr(cfg.split == 1) else Int32(0)
         x, s_x = x_pair
@@ -271,13 +290,14 @@ class PrefillGemm:
             s_out,
             result[-1],
             result[0],
+            self._loads_of(operand, s_out, landed),
         )
 
         # Ping-pong: warpgroup g has every other tile of the CTA, from its g-th on.
         turns = CONSUMERS // cfg.sharing
         turn = group % turns
         iteration = turn * k_tiles
-        buffer = Int32(0)
+        filled = Int32(0)
         if const_expr(turns > 1):
             if turn == 1:
                 cute.arch.barrier_arrive(barrier_id=ORDER, number_of_threads=THREADS - WARPGROUP)
@@ -295,6 +315,7 @@ class PrefillGemm:
                 thread,
                 group,
             )
+            epilogue.first_chunks(at, filled)
             if const_expr(turns > 1):
                 cute.arch.barrier(barrier_id=ORDER + turn, number_of_threads=THREADS - WARPGROUP)
             last = multiply(
@@ -312,15 +333,20 @@ class PrefillGemm:
                 cute.arch.cluster_wait()
                 ring = Int32(s_x.iterator.toint())
                 self.sums.run(acc, finished, ring, drained, received, rank, cta_thread)
-            epilogue.run(finished, at, loaded, buffer)
+            epilogue.run(finished, at, loaded, filled)
             iteration += turns * k_tiles
-            if const_expr(epilogue.stores % STORE_BUFFERS != 0):
-                buffer = (buffer + epilogue.stores) % STORE_BUFFERS
+            filled += epilogue.stores
         if const_expr(self.aligned):
             if thread < 32:
                 # The staging buffers must outlive the reads from them; that the result is written
                 # is for the end of the grid.
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def _loads_of(self, operand: Any, s_out: Any, landed: Any) -> BulkLoads | None:
+        if self.arriving is None:
+            return None
+        atom, tensor = operand
+        return BulkLoads(self.staging, atom, tensor, s_out, landed)
 
     def _emission(self, tensors: Any) -> ChainEmission:
         count = len(self.operand_names)
@@ -330,6 +356,7 @@ class PrefillGemm:
             dict(zip(self.output_names, tensors[count:], strict=False)),
             self.out_dtype,
             self.aligned,
+            self.arriving,
         )
 
 
@@ -349,11 +376,12 @@ def prefill_arguments(
     aligned: bool,
 ) -> tuple[Any, ...]:
     """The kernel of a configuration and chain, with the fake tensors to trace it on."""
-    tensors = chain_tensors(epilogue, operand_dtypes, out_dtype)
+    gemm = PrefillGemm(config, epilogue, dtype, out_dtype, aligned, operand_dtypes=operand_dtypes)
+    tensors = chain_tensors(epilogue, operand_dtypes, out_dtype, gemm.arriving)
     out = fake_tensor(STORAGE_DTYPES[out_dtype], 2, aligned=aligned)
     element = CUTE_DTYPES[dtype]
     return (
-        PrefillGemm(config, epilogue, dtype, out_dtype, aligned),
+        gemm,
         fake_tensor(element, 2, aligned=True),
         fake_tensor(element, 2, aligned=True),
         out,

@@ -25,8 +25,8 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
 
-from fusedops.cutlass.math import STORAGE_DTYPES, packed_pair, store_pair
-from fusedops.cutlass.tile import ThreadTile
+from fusedops.cutlass.math import STORAGE_DTYPES, packed_pair, store_pair, unpacked_pair
+from fusedops.cutlass.tile import Slot, ThreadTile
 
 __all__ = ["ROWS", "Staging"]
 
@@ -106,14 +106,37 @@ class Staging:
                 span = (first + 8 * group) * self.dtype.itemsize
                 store_pair(Int32(address + (lane ^ span)), low, high, self.dtype, space="shared")
 
-    def _write_matrices(
-        self, values: Any, address: Any, thread: Any, first: int, groups: int
-    ) -> None:
+    def read(self, address: Any, thread: Any, first: int, groups: int) -> dict[Slot, Any]:
+        """A fragment of a buffer of 16-bit values, ``groups`` of 8 columns, as ``write`` takes it.
+
+        The thread's warp alone reads these rows, and may overwrite them next.
+        """
+        lane = self._matrix_lane(thread)
+        found: dict[Slot, Any] = {}
+        for group in range(0, groups, 2):
+            span = (first + 8 * group) * 2
+            registers = cute.arch.inline_ptx(
+                "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+                write_only_types=[Int32] * 4,
+                read_only_args=[Int32(address + (lane ^ span))],
+            )
+            places = [(half, 2 * g) for g in (group, group + 1) for half in range(2)]
+            for (half, slot), register in zip(places, registers, strict=True):
+                pair = unpacked_pair(register, self.dtype)
+                found[half, slot], found[half, slot + 1] = pair
+        return found
+
+    def _matrix_lane(self, thread: Any) -> Any:
         # stmatrix.x4: lane l gives the address of row l % 8 of matrix l / 8; the matrices are
         # (rows 0-7, rows 8-15) x (columns 0-7, columns 8-15) of the warp's 16 rows.
         row = (thread // 32) * 16 + thread % 16
         half_bytes = ((thread % 32) // 16) * 16
-        lane = self.offset(row, half_bytes)
+        return self.offset(row, half_bytes)
+
+    def _write_matrices(
+        self, values: Any, address: Any, thread: Any, first: int, groups: int
+    ) -> None:
+        lane = self._matrix_lane(thread)
         for group in range(0, groups, 2):
             registers = [
                 packed_pair(values[half, 2 * g], values[half, 2 * g + 1], self.dtype)

@@ -23,6 +23,7 @@ __all__ = [
     "Coordinates",
     "GroupMaximum",
     "RowReducer",
+    "Slot",
     "ThreadTile",
     "halves_columns",
 ]
@@ -98,6 +99,7 @@ class ChainEmission:
         paired: n slots come in twos of neighbouring columns, the first even, and operands along n
             may be read two elements at a time: even widths, addresses and row pitches of whole
             pairs.
+        elsewhere: an operand that the kernel brings by another way than ``load``.
     """
 
     epilogue: Epilogue
@@ -105,17 +107,19 @@ class ChainEmission:
     outputs: Mapping[str, Any]
     out_dtype: torch.dtype
     paired: bool = False
+    elsewhere: str | None = None
 
     def moving_operands(self) -> list[Operand]:
-        """Operands that change along a row."""
-        return [o for o in self.epilogue.operands if o.axis in ("n", "mn")]
+        """Operands to ``load`` that change along a row."""
+        operands = (o for o in self.epilogue.operands if o.name != self.elsewhere)
+        return [o for o in operands if o.axis in ("n", "mn")]
 
     def load(self, coordinates: Coordinates, axes: frozenset[str] = EVERY_AXIS) -> LoadedOperands:
         """Read every operand value along ``axes`` that this thread will need, ahead of use."""
         loaded: LoadedOperands = {}
         for node in self.epilogue:
             for operand in node.operands():
-                if operand.axis in axes:
+                if operand.axis in axes and operand.name != self.elsewhere:
                     loaded[operand.name] = (operand.axis, self._load(operand, coordinates))
             if halves_columns(node):
                 coordinates = coordinates.halved()

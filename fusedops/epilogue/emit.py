@@ -24,6 +24,10 @@ class KernelMath(Protocol):
         """e to the power of ``value``, to about 2 units in the last place for moderate values."""
         ...
 
+    def exp2(self, value: Value) -> Value:
+        """2 to the power of ``value``, likewise; 0 instead of results below 2^-126."""
+        ...
+
     def erf(self, value: Value) -> Value:
         """The error function."""
         ...

@@ -146,14 +146,18 @@ class LadderKernel:
         threads: tuple[int, int, int],
         args: Sequence[Tensor | int | float],
         shared_bytes: int = 0,
+        pdl: bool = False,
     ) -> None:
         """Launch on the current stream of the first tensor's device; compiled when first used.
+
+        Args:
+            grid, threads, args, shared_bytes, pdl: as ``CudaKernel.launch``.
 
         Raises:
             BuildError, KernelMissingError, LaunchError, DeviceError: as ``CudaKernel.launch``.
         """
         device = next(arg.device for arg in args if isinstance(arg, Tensor))
-        self.loaded(device).launch(grid, threads, args, shared_bytes=shared_bytes)
+        self.loaded(device).launch(grid, threads, args, shared_bytes=shared_bytes, pdl=pdl)
 
     def loaded(self, device: torch.device) -> CudaKernel:
         """The kernel for a CUDA device, compiled when first asked for.

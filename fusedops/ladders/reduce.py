@@ -84,9 +84,11 @@ def _prepare_grid(threads: int, width: int, per_sm: int, buffers: Buffers) -> St
     )
 
 
-def _run(kernel: LadderKernel, threads: int, state: State) -> Tensor:
-    for source, partial, count, blocks in state:
-        kernel.launch((blocks, 1, 1), (threads, 1, 1), (source, partial, count))
+def _run(kernel: LadderKernel, threads: int, state: State, pdl: bool = False) -> Tensor:
+    """Launch after launch; with ``pdl`` one that follows another is set up while that one runs."""
+    for number, (source, partial, count, blocks) in enumerate(state):
+        args = (source, partial, count)
+        kernel.launch((blocks, 1, 1), (threads, 1, 1), args, pdl=pdl and number > 0)
     return state[-1][1]
 
 
@@ -97,11 +99,11 @@ def _blocks_step(version: str, elements: int, kernel: LadderKernel) -> Step:
     return own_step(name, _TITLES[name], kernel, run, prepare)
 
 
-def _grid_step(version: str, threads: int, width: int, per_sm: int) -> Step:
+def _grid_step(version: str, threads: int, width: int, per_sm: int, pdl: bool = False) -> Step:
     name = f"{NAME}.{version}"
     kernel = _kernel(version)
     prepare = functools.partial(_prepare_grid, threads, width, per_sm)
-    run = functools.partial(_run, kernel, threads)
+    run = functools.partial(_run, kernel, threads, pdl=pdl)
     return own_step(name, _TITLES[name], kernel, run, prepare)
 
 
@@ -195,7 +197,7 @@ LADDER = Ladder(
         _grid_step("tree", _TREE_THREADS, 1, _TREE_BLOCKS_PER_SM),
         _blocks_step("v6", _SHUFFLE_ELEMENTS, _kernel("v6")),
         _atomic_step(),
-        _grid_step("v8", _THREADS, 4, _BLOCKS_PER_SM),
+        _grid_step("v8", _THREADS, 4, _BLOCKS_PER_SM, pdl=True),
         _LIBRARY,
         _PEERS["cub"],
     ),

@@ -47,7 +47,11 @@ def _us(value: float) -> str:
 def _rate(row: ResultRow) -> str:
     if row.flops_per_s is not None:
         return f"{row.flops_per_s / 1e12:.1f} TFLOP/s"
-    return _NONE if row.bytes_per_s is None else f"{row.bytes_per_s / 1e12:.2f} TB/s"
+    if row.bytes_per_s is None:
+        return _NONE
+    if row.bytes_per_s < 1e11:
+        return f"{row.bytes_per_s / 1e9:.3g} GB/s"
+    return f"{row.bytes_per_s / 1e12:.2f} TB/s"
 
 
 def _counter_cells(counters: Counters | None) -> tuple[str, ...]:

@@ -138,21 +138,6 @@ def _cuda_tensors(*args: Any) -> Support:
 _SIGNATURE_LIMIT = 4096
 
 
-def _signature(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Everything that a check may look at, as cheap reads: a tenth of the checks' own time.
-
-    A decode step calls each operation with the same signature in every layer, between products that
-    sweep the caches, where the checks' many small functions cost more than their work.
-    """
-    key: tuple[Any, ...] = ()
-    for arg in args:
-        if isinstance(arg, torch.Tensor):
-            key += (arg.shape, arg.stride(), arg.dtype, arg.device)
-        else:
-            key += (tuple(arg) if isinstance(arg, list) else arg,)
-    return key
-
-
 class Op:
     """An operation ``fusedops::<name>``.
 
@@ -197,11 +182,15 @@ class Op:
         self._apart: set[tuple[Any, ...] | None] = set()
         self._fake = fake
         self._implementations: dict[str, tuple[Callable[..., Support], Callable[..., Any]]] = {}
+        self._first: dict[str | None, str | None] = {}
         self.add("reference", _any_device, reference)
         self.add("torch", _cuda_tensors, reference)
         LIBRARY.define(schema)
         arguments = getattr(torch.ops.fusedops, self.name).default._schema.arguments
         self._written = tuple((i, a.name) for i, a in enumerate(arguments) if a.is_write)
+        kinds = [str(a.type) for a in arguments]
+        self._tensors = tuple(i for i, kind in enumerate(kinds) if "Tensor" in kind)
+        self._values = tuple(i for i, kind in enumerate(kinds) if "Tensor" not in kind)
         LIBRARY.impl(self.name, self._run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"fusedops::{self.name}", self._run_fake, lib=LIBRARY)
         ignore_autocast(self.name)
@@ -211,6 +200,7 @@ class Op:
     def add(self, provider: str, supports: Callable[..., Support], run: Callable[..., Any]) -> None:
         """Register an implementation; ``supports`` and ``run`` take the operation's arguments."""
         self._implementations[provider] = (supports, run)
+        self._first.clear()
 
     @property
     def providers(self) -> tuple[str, ...]:
@@ -223,6 +213,16 @@ class Op:
 
     def select(self, policy: Policy, *args: Any) -> str:
         """The provider that serves a call with these arguments under ``policy``."""
+        pinned = policy.pinned
+        if pinned not in self._first:
+            asked = [
+                name for name in policy.order() if name in self._implementations or name == pinned
+            ]
+            self._first[pinned] = asked[0] if asked[0] in self._implementations else None
+        first = self._first[pinned]
+        # Whoever is asked first serves nearly every call; reasons are for the others.
+        if first is not None and self._implementations[first][0](*args).ok:
+            return first
 
         def ask(provider: str) -> Support | None:
             found = self._implementations.get(provider)
@@ -260,10 +260,28 @@ class Op:
             self._apart.add(placed)
         return result
 
+    def _signature(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Everything that a check may look at, as cheap reads: a tenth of the checks' own time.
+
+        A decode step calls each operation with the same signature in every layer, between products
+        that sweep the caches, where the checks' many small functions cost more than their work.
+        """
+        key: list[Any] = []
+        for i in self._tensors:
+            arg = args[i]
+            # Beside a tensor's layout, so that None in its place is another signature.
+            key += (None,) if arg is None else (arg.shape, arg.stride(), arg.dtype, arg.device)
+        for i in self._values:
+            arg = args[i]
+            key.append(tuple(arg) if isinstance(arg, list) else arg)
+        return tuple(key)
+
     def _run(self, *args: Any) -> Any:
         if torch.is_grad_enabled():
-            refuse_grad(self.public, args)
-        signature = _signature(args)
+            for i in self._tensors:
+                if args[i] is not None and args[i].requires_grad:
+                    refuse_grad(self.public, args)
+        signature = self._signature(args)
         if signature not in self._accepted:
             self._check_new(args, signature)
         for i, name in self._written:

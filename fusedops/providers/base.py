@@ -101,9 +101,14 @@ class Policy:
 
     def order(self) -> tuple[str, ...]:
         """Providers in the order in which they are asked."""
-        if self.pinned is None:
-            return PROVIDER_ORDER
-        return (self.pinned, *(name for name in PROVIDER_ORDER if name != self.pinned))
+        return _order(self.pinned)
+
+
+@cache
+def _order(pinned: str | None) -> tuple[str, ...]:
+    if pinned is None:
+        return PROVIDER_ORDER
+    return (pinned, *(name for name in PROVIDER_ORDER if name != pinned))
 
 
 def _checked_name(name: str, origin: str) -> str:

@@ -125,7 +125,10 @@ def _is_aligned(spec: GemmSpec, tensors: Iterable[Tensor]) -> bool:
         tensors: the result, and what the chain accesses along N.
     """
     whole = spec.n % _COLUMNS == 0 and spec.out_n % _COLUMNS == 0
-    return whole and all_aligned(tensors, _ALIGNED_BYTES)
+    given = tuple(tensors)
+    # Repeated rows have no pitch that a tensor map takes.
+    apart = all(tensor.dim() < 2 or tensor.stride(0) for tensor in given)
+    return whole and apart and all_aligned(given, _ALIGNED_BYTES)
 
 
 def prefill_candidate(problem: GemmProblem) -> PrefillCandidate:

@@ -152,3 +152,22 @@ def test_every_m_is_exact(first: int, dtype: torch.dtype) -> None:
             result = torch.ops.fusedops.gemm.default(case.x, case.w, case.operands, case.text)
         assert usage.count("gemm", "cutlass") == 1
         assert torch.equal(result[0], exact(case)), f"M={m}"
+
+
+@pytest.mark.parametrize("name", ["p128x128n2", "p64x128m2", "p128x176n2"])
+@pytest.mark.parametrize("kind", ["repeated rows", "a part of wider rows", "an odd pitch", "out"])
+def test_a_residual_may_lie_anyhow(name: str, kind: str) -> None:
+    m, tile = 517, PREFILL[name]
+    case = make_case("residual", m, N, K, DTYPE, integers=True, device="cuda")
+    (residual,) = case.operands
+    assert residual is not None
+    if kind == "repeated rows":
+        given = residual[:1].expand(m, N)
+    else:
+        pitch = N + (3 if kind == "an odd pitch" else 64)
+        given = torch.zeros(m, pitch, dtype=DTYPE, device="cuda")[:, :N].copy_(residual)
+    expected = (case.x.double() @ case.w.double().t() + given.double()).to(DTYPE)
+    out = given if kind == "out" else torch.full_like(residual, float("nan"))
+    launch_once = PrefillCandidate(problem_of(case.spec, m, tile), tile).launcher()
+    launch_once(case.x, case.w, out, operands_read(case.spec, [given], m), [])
+    assert torch.equal(out, expected)

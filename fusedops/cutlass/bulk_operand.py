@@ -3,8 +3,7 @@
 A chunk of it (the 64 rows and the columns of one staging buffer) lands in the buffer that the
 chunk's results leave from. ldmatrix reads the fragments that stmatrix writes, so every warp finds
 the operand where it then puts its results. Direct loads of neighbouring pairs, by contrast, touch
-eight rows at a time, which is eight passes through the L1; shared memory, from which the other
-warpgroup's products read, is the same unit.
+eight rows at a time.
 
 Protocol, for the two buffers of a warpgroup, which chunks use in turn::
 

@@ -78,8 +78,7 @@ Abramowitz and Stegun, "Handbook of Mathematical Functions", 7.1.26)."""
 
 
 def _emit_gelu(math: KernelMath, v: Value) -> Value:
-    # 13 instructions a value, where the library's erf takes 23. At large M the power limit sets the
-    # clocks, so that what an epilogue executes beside the products is paid for all the same.
+    # 13 instructions a value, where the library's erf takes 23.
     size = math.absolute(v)
     t = math.fast_reciprocal((_ERFC_SCALE * sqrt(0.5)) * size + 1.0)
     series = 0.5 * _ERFC_TERMS[-1]

@@ -49,8 +49,10 @@ def _highest_clock_hz(device: torch.device) -> float:
     status, khz = driver.cuDeviceGetAttribute(
         driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CLOCK_RATE, device.index or 0
     )
-    if int(status) != 0:
-        raise DeviceError(f"cuDeviceGetAttribute of the clock rate of {device}: {status}")
+    if int(status) != 0 or not khz:
+        raise DeviceError(
+            f"cuDeviceGetAttribute of the clock rate of {device}: {status}, {khz} kHz"
+        )
     return float(khz) * 1e3
 
 

@@ -50,9 +50,9 @@ The first that fits has all blocks running at once, so that no row waits for a s
 _USABLE_BY_LARGE_CLUSTERS = 15 / 16
 """Share of the SMs that clusters of 4 and 8 surely get.
 
-A cluster lies within one group of SMs, and groups have unequal sizes: of an H200's 132 SMs the
-occupancy query gives 15 clusters of 8 and 31 of 4 (the ladder of occupancy shows it). An SM's
-neighbour is always in its group, so pairs get all.
+A cluster lies within one group of SMs, and groups have unequal sizes: with one block an SM, an
+H200's 132 SMs hold 15 clusters of 8 or 31 of 4 (the ladder of occupancy counts them at two blocks
+an SM: 30 and 62). An SM's neighbour is always in its group, so pairs get all.
 """
 
 _MANY_ROWS = (1, 512)

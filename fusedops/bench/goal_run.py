@@ -15,6 +15,7 @@ from fusedops.bench.data import Buffers
 from fusedops.bench.goal_spec import Goal
 from fusedops.bench.measurement import (
     Bound,
+    Failed,
     Measurement,
     Outcome,
     outcome_from_json,
@@ -178,7 +179,11 @@ class GoalRun:
         else:
             outcomes, calls = stored
         if calls < 1:
-            raise GoalError(f"row {key}: the provider {self.provider!r} never ran")
+            reasons = [
+                f"{name}: {o.reason}" for name, o in outcomes.items() if isinstance(o, Failed)
+            ]
+            why = "; ".join(["", *reasons[:1]])
+            raise GoalError(f"row {key}: the provider {self.provider!r} never ran{why}")
         self.rows += 1
         for name, outcome in outcomes.items():
             if isinstance(outcome, Measurement) and outcome.bound is not None:

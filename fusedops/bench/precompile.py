@@ -186,21 +186,28 @@ def precompile(
     return Precompiled(**counts, failed=failed, wall_s=round(time.monotonic() - start, 3))
 
 
-def _layers(options: argparse.Namespace) -> list[Layer]:
-    """The layers that the command line names."""
+def _problems(options: argparse.Namespace, target: Target) -> list[GemmProblem]:
+    """The problems that the command line names; ``--scheme`` is for layers not yet quantized."""
     from fusedops.bench.goals.gemm_layers import GOAL_ROWS, model_layers
+    from fusedops.bench.goals.quant_layers import QUANT_ROWS
 
-    found: list[Layer] = []
+    layers: list[Layer] = []
+    found: list[GemmProblem] = []
     for model in options.model:
-        found += model_layers(model)
+        layers += model_layers(model)
     for pattern in options.goals:
-        names = fnmatch.filter(GOAL_ROWS, pattern)
-        if not names:
+        names, quantized = (fnmatch.filter(rows, pattern) for rows in (GOAL_ROWS, QUANT_ROWS))
+        if not names and not quantized:
             raise ConfigError(
                 f"precompile: no goal's id matches {pattern!r}; accepted are patterns of "
-                f"{', '.join(GOAL_ROWS)}."
+                f"{', '.join((*GOAL_ROWS, *QUANT_ROWS))}."
             )
-        found += [row.layer for name in names for row in GOAL_ROWS[name]()]
+        layers += [row.layer for name in names for row in GOAL_ROWS[name]()]
+        found += [row.made.problem(target) for name in quantized for row in QUANT_ROWS[name]()]
+    problem_of = layer_problem
+    if options.scheme is not None:
+        problem_of = partial(quantized_problem, scheme=as_scheme(options.scheme))
+    found += [problem_of(layer, target=target) for layer in layers]
     if not found:
         raise ConfigError("precompile: nothing to compile; name goals or --model NAME.")
     return found
@@ -224,7 +231,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sm-count", type=int, default=H200.sm_count, help="(%(default)s)")
     options = parser.parse_args(arguments)
     try:
-        layers = _layers(options)
+        target = Target(options.gpu, options.arch, options.sm_count)
+        problems = _problems(options, target)
         if options.cores is not None:
             cores = sorted(os.sched_getaffinity(0))
             if not 1 <= options.cores <= len(cores):
@@ -232,11 +240,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     f"precompile: --cores {options.cores}; accepted: 1 to {len(cores)}."
                 )
             os.sched_setaffinity(0, cores[: options.cores])
-        target = Target(options.gpu, options.arch, options.sm_count)
-        problem_of = layer_problem
-        if options.scheme is not None:
-            problem_of = partial(quantized_problem, scheme=as_scheme(options.scheme))
-        problems = [problem_of(layer, target=target) for layer in layers]
         done = precompile(problems, target.arch, options.workers)
     except FusedOpsError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -27,10 +27,13 @@ TORCH = "torch"
 COVERS = (
     "fusedops/config/decode.py",
     "fusedops/config/files.py",
+    "fusedops/config/mixed.py",
+    "fusedops/config/mixed_tiles.py",
     "fusedops/config/prefill.py",
     "fusedops/cutlass",
     "fusedops/epilogue",
     "fusedops/providers/cutlass_decode.py",
+    "fusedops/providers/cutlass_mixed.py",
     "fusedops/providers/cutlass_prefill.py",
     "cutlass_configs/sm90.toml",
 )

@@ -14,16 +14,23 @@ from fusedops.bench.data import Buffers
 from fusedops.bench.layer_chain import LayerChain
 from fusedops.bench.measurement import Failed, Outcome
 from fusedops.bench.products import Layer, cublas_peers, make_layer_buffers
+from fusedops.bench.quant_products import Activations, Call, QuantLayer
+from fusedops.bench.quant_rows import QuantChain, Rotation
 from fusedops.bench.timer import Protocol
 from fusedops.bench.tune_problems import CutlassCandidate, TuneProblem
 from fusedops.errors import DeviceError
 from fusedops.providers.cutlass_kernel import Launch
+from fusedops.providers.kernel_tensors import as_bytes, operands_read, written
+from fusedops.quant import QuantizedWeight
+from fusedops.weight import GroupedFormat
+from fusedops.weight.fragments import words
 
 __all__ = [
     "CHAIN_ROWS",
     "PROTOCOL",
     "measure_in_chain",
     "measure_on_gpu",
+    "measure_quantized",
     "measure_rotated",
 ]
 
@@ -90,6 +97,40 @@ def measure_rotated(
     )
 
 
+def _quantized_call(made: QuantLayer, launch: Launch) -> Call:
+    """A candidate's launch on operands as the provider hands them to it."""
+    spec, m = made.spec, made.layer.M
+    in_groups = isinstance(spec.weight, GroupedFormat)
+
+    def call(
+        x: Activations, weight: QuantizedWeight, others: Mapping[str, Tensor], out: Tensor
+    ) -> None:
+        given = made.operands(spec.operand_names, x, weight, others)
+        stored = words(weight.weight) if in_groups else as_bytes(weight.weight)
+        read = operands_read(spec, given, m)
+        launch(as_bytes(x.values), stored, written(out, m), read, ())
+
+    return call
+
+
+def measure_quantized(
+    made: QuantLayer, launches: Mapping[str, Launch], device: torch.device, protocol: Protocol
+) -> dict[str, Outcome]:
+    """A quantized layer's launches by name: a chain up to ``CHAIN_ROWS``, else rotated buffers.
+
+    cuBLAS's bf16 stands beside those on rotated buffers.
+    """
+    calls = {name: _quantized_call(made, launch) for name, launch in launches.items()}
+    if made.layer.M <= CHAIN_ROWS:
+        chain = QuantChain(made, device)
+        chained = [chain.contender(name, call) for name, call in calls.items()]
+        return measure_chain(chain.chain, chained, device=device, protocol=protocol)
+    rotation = Rotation(made)
+    contenders = [rotation.contender(name, call) for name, call in calls.items()]
+    contenders += rotation.bf16_peers()
+    return measure(contenders, rotation.buffers, device=device, protocol=protocol)
+
+
 def measure_on_gpu(
     problem: TuneProblem,
     tried: Sequence[CutlassCandidate],
@@ -112,7 +153,11 @@ def measure_on_gpu(
             failed[candidate.name] = Failed(f"{type(error).__name__}: {error}")
     row = measure_in_chain if problem.layer.M <= CHAIN_ROWS else measure_rotated
     with torch.cuda.device(device):
-        outcomes = row(problem.layer, launches, device, protocol)
+        if problem.scheme is not None:
+            made = QuantLayer(problem.layer, problem.scheme)
+            outcomes = measure_quantized(made, launches, device, protocol)
+        else:
+            outcomes = row(problem.layer, launches, device, protocol)
         try:
             torch.cuda.synchronize(device)
         except RuntimeError as error:

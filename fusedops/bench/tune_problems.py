@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
 
-from fusedops.bench.precompile import H200, Target, layer_problem
+from fusedops.bench.precompile import H200, Target, layer_problem, quantized_problem
 from fusedops.bench.products import Layer
 from fusedops.bench.sizes import DecoderSizes
 from fusedops.config import (
     DECODE_BUCKETS,
     decode_tiles,
+    mixed_tiles,
     prefill_tiles,
     tuning_key,
 )
@@ -24,7 +25,10 @@ from fusedops.packing import padded_gate_rows
 from fusedops.problem import GemmProblem
 from fusedops.providers.cutlass import require_kernel_fits
 from fusedops.providers.cutlass_decode import DecodeCandidate
+from fusedops.providers.cutlass_mixed import MixedCandidate
 from fusedops.providers.cutlass_prefill import PrefillCandidate
+from fusedops.quant import Scheme
+from fusedops.weight import GroupedFormat
 
 __all__ = [
     "HEAD_ROWS",
@@ -48,7 +52,7 @@ model was further off (tiles of 128 rows for 8 to 32), all of its family were sl
 
 Tile = TypeVar("Tile", bound=NamedTile)
 
-CutlassCandidate = DecodeCandidate | PrefillCandidate
+CutlassCandidate = DecodeCandidate | PrefillCandidate | MixedCandidate
 
 
 def target_of(device: torch.device) -> Target:
@@ -134,11 +138,13 @@ class TuneProblem:
         label: what it is, for people.
         layer: shapes and epilogue.
         problem: the same, as kernels see it.
+        scheme: how the layer is quantized; None: it is not.
     """
 
     label: str
     layer: Layer
     problem: GemmProblem
+    scheme: Scheme | None = None
 
     @property
     def key(self) -> str:
@@ -151,10 +157,12 @@ def tune_problems(
     shapes: Sequence[str],
     rows: Sequence[int],
     target: Target,
+    scheme: Scheme | None = None,
 ) -> list[TuneProblem]:
     """Products of models and single shapes, one a tuning key, in the order of ``rows``.
 
-    Each M is measured at the M that its choice is filed under (1 at 8, for example).
+    Each M is measured at the M that its choice is filed under (1 at 8, for example). Those with a
+    bias have none under a scheme, and M that its kernels do not take are left out.
     """
     found: dict[str, TuneProblem] = {}
     for m in dict.fromkeys(map(tuning_m, rows)):
@@ -166,8 +174,22 @@ def tune_problems(
         layers |= {text: parse_shape(text, m) for text in shapes}
         for label, layer in layers.items():
             made = TuneProblem(f"{label} m{m}", layer, layer_problem(layer, target))
+            if scheme is not None:
+                layer = replace(layer, bias=False)
+                problem = quantized_problem(layer, scheme, target)
+                if not _is_taken(problem):
+                    continue
+                made = TuneProblem(f"{label} {scheme} m{m}", layer, problem, scheme)
             found.setdefault(made.key, made)
     return list(found.values())
+
+
+def _is_taken(problem: GemmProblem) -> bool:
+    try:
+        require_kernel_fits(problem)
+    except ConfigError:
+        return False
+    return True
 
 
 def _shortlist(
@@ -195,6 +217,9 @@ def candidates(problem: GemmProblem, top: int) -> list[CutlassCandidate]:
     require_kernel_fits(problem)
     known = winners(problem, problem.gpu)
     found: list[CutlassCandidate] = []
+    if isinstance(problem.spec.weight, GroupedFormat):
+        mixed = _shortlist(mixed_tiles(), problem, top, known)
+        return [MixedCandidate(problem, tile) for tile in mixed]
     if problem.m <= DECODE_BUCKETS[-1]:
         tiles = _shortlist(decode_tiles(), problem, top, known)
         found += [DecodeCandidate(problem, tile) for tile in tiles]

@@ -21,6 +21,7 @@ from fusedops.errors import ConfigError, DeviceError
 from fusedops.jit.dsl import require_compiler
 from fusedops.jit.location import CacheSettings
 from fusedops.jit.prebuild import KernelPool
+from fusedops.quant import SCHEMES, as_scheme
 from serving_demo.files import require_writable_target, written_line
 from serving_demo.shapes import SHAPES
 
@@ -138,6 +139,10 @@ def tune(
             default=DEFAULT_ROWS.replace(",", ", "),
         ),
     ] = DEFAULT_ROWS,
+    scheme: Annotated[
+        str | None,
+        choice("--scheme", "Quantize the weights by it", SCHEMES, default="none"),
+    ] = None,
     minutes: Annotated[
         float | None,
         number("--minutes", "Begin no problem after this time", minimum=0, default="no limit"),
@@ -187,7 +192,12 @@ def tune(
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
     gpu = target_of(device) if has_gpu else H200
-    problems = tune_problems(models, shape or (), rows_m, gpu)
+    quantized = None if scheme is None else as_scheme(scheme)
+    problems = tune_problems(models, shape or (), rows_m, gpu, quantized)
+    if not problems:
+        raise ConfigError(
+            f"tune: no kernel multiplies {scheme} with M of {m}; accepted: up to 128."
+        )
     require_compiler()
     target = console()
     with KernelPool(gpu.arch, CacheSettings.from_environment(), workers=workers) as pool:

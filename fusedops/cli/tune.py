@@ -196,7 +196,7 @@ def tune(
     problems = tune_problems(models, shape or (), rows_m, gpu, quantized)
     if not problems:
         raise ConfigError(
-            f"tune: no kernel multiplies weights of the scheme {scheme} at --m {m}; give fewer rows."
+            f"tune: no kernel multiplies weights of scheme {scheme} at --m {m}; give fewer rows."
         )
     require_compiler()
     target = console()

@@ -9,7 +9,6 @@ from fusedops.config.decode import chain_groups_refusal
 from fusedops.config.files import SHARED_BYTES, choose_tile, load_tiles
 from fusedops.config.mixed import NarrowTile, NarrowWeight, aligned
 from fusedops.config.mixed_tiles import narrow_weight
-from fusedops.config.prefill import store_columns
 from fusedops.epilogue.outputs import RowStat
 from fusedops.problem import GemmProblem
 
@@ -266,9 +265,7 @@ class MixedPrefillTile:
         of_x = problem.m * spec.k * problem.x_dtype.itemsize
         loaded = of_x * -(-spec.n // (ROWS * self.cluster))
         loaded += spec.weight.stored_bytes(problem.x_dtype) * -(-problem.m // self.tile_m)
-        traffic_us = max(
-            loaded / _L2_BYTES_PER_US, problem.minimum_bytes / _MEMORY_BYTES_PER_US
-        )
+        traffic_us = max(loaded / _L2_BYTES_PER_US, problem.minimum_bytes / _MEMORY_BYTES_PER_US)
         return max(tiles_us, traffic_us) + _LAUNCH_US
 
 

@@ -1,10 +1,10 @@
 """The epilogue of the kernel for many rows with narrow weights: a warpgroup's sums to memory.
 
-A thread has columns ``row`` and ``row + 8`` of the result and pairs of its rows; the chain runs over
-steps of 32 rows. Results of 8 and 16 bits go through ``transposed_staging`` and leave by bulk
-tensor stores, 64 rows at a time; an operand of the result's shape and dtype comes by bulk loads
-into the same buffers (``bulk_operand``), the first two chunks of a tile while its products run.
-Others are read directly, and so are written results of float32 and such as are not aligned.
+A thread has two columns of the result, 8 apart, and pairs of its rows; the chain runs over steps of
+32 rows. Results of 8 and 16 bits go through ``transposed_staging`` and leave by bulk tensor stores,
+64 rows at a time; an operand of the result's shape and dtype comes by bulk loads into the same
+buffers (``bulk_operand``), the first two chunks of a tile while its products run. Other operands
+are read directly; results in float32, and those that are not aligned, are stored directly.
 """
 
 from __future__ import annotations
@@ -154,9 +154,7 @@ class MixedPrefillEpilogue:
             chunk, within = divmod(step * _STEP, CHUNK)
             arrived = self._arrived(place, filled_before, chunk, within)
 
-            def add(
-                output: str, by_slot: dict[int, Any], combine: str, step: int = step
-            ) -> None:
+            def add(output: str, by_slot: dict[int, Any], combine: str, step: int = step) -> None:
                 combines[output] = combine
                 self._join_lanes(output, by_slot, combine, place, step)
 
@@ -184,9 +182,7 @@ class MixedPrefillEpilogue:
         if within == 0:
             self.arriving.wait(buffer, (filled_before + chunk) // staging.buffers)
         address = staging.buffer_address(Int32(self.s_out.iterator.toint()), buffer)
-        values = read_transposed(
-            staging, address, place.thread, within, _STEP // 8, self.columns
-        )
+        values = read_transposed(staging, address, place.thread, within, _STEP // 8, self.columns)
         return {self.emission.elsewhere or "": ("mn", values)}
 
     def _publish(

@@ -50,9 +50,7 @@ class MixedPrefillLoads:
         x_atom, x, s_x = x_side
         full, empty = barriers
         cluster, clusters, rank = place
-        x_from, x_to = partition(
-            x_atom, x, s_x, (cfg.tile_m, cfg.x_columns), rank, cfg.cluster
-        )
+        x_from, x_to = partition(x_atom, x, s_x, (cfg.tile_m, cfg.x_columns), rank, cfg.cluster)
         x_pair = (x_atom, x_from, x_to)
         tiles = counts[0] * counts[1]
 

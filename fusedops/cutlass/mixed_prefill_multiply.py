@@ -1,11 +1,13 @@
 """A warpgroup's products of a tile of many rows: codes to registers, wgmma, scales on group sums.
 
 The products of a tile are one sequence of units of ``MixedPrefillConfig.unit`` columns, across the
-stages of the ring; of 64 weight rows each. There is always a unit under way, and for the one after
-it::
+stages of the ring; while one runs, the next is made ready::
 
-    issue unit u -> wait for unit u - 1 -> scale a part of the last group's sums -> read the codes of
-    unit u + 2 -> convert unit u + 1 into the registers that unit u - 1 had
+    issue unit u -> wait for unit u - 1 -> scale a part of the last group's sums -> read the codes
+    of unit u + 2 -> convert unit u + 1 into the registers that unit u - 1 had
+
+Once in a turn of the loop (one or two stages) all products are waited for: ptxas serializes those
+whose sums are read in a later turn than they are issued in. The other warpgroup's run meanwhile.
 
 A group's products are summed apart and multiplied by the scale into the float32 sums of the tile,
 as in ``fusedops.cutlass.mixed_multiply``, in the same order: a row's result does not depend on
@@ -22,7 +24,7 @@ from typing import Any
 
 import cutlass
 import torch
-from cutlass import Float32, Int32, const_expr, cute
+from cutlass import Int32, const_expr, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from fusedops.config.mixed_prefill import MixedPrefillConfig
@@ -150,9 +152,7 @@ class TileProducts:
                     if const_expr(unit == self.units - 2):
                         cute.arch.mbarrier_wait(full + awaited, awaited_parity)
                     self._read_scales(held, first, stage, unit)
-                    self._convert_next(
-                        codes, registers, first, (stage, awaited), unit, constants
-                    )
+                    self._convert_next(codes, registers, first, (stage, awaited), unit, constants)
                     self._scale_all(acc, sums, held, unit)
                 self._pack(carried, codes)
                 before, stage, parity = stage, following, its_parity
@@ -167,9 +167,7 @@ class TileProducts:
     def _addresses(self, first: Any, stage: Any) -> StageAddresses:
         return self.operands.stage(StageAddresses(*first), stage)
 
-    def _start(
-        self, registers: Any, carried: Any, first: Any, stage: Any, constants: Any
-    ) -> None:
+    def _start(self, registers: Any, carried: Any, first: Any, stage: Any, constants: Any) -> None:
         """Convert the tile's first unit and read the second's codes."""
         at = self._addresses(first, stage)
         codes = self._read(None, at, 0, constants)

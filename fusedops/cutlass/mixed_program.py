@@ -1,4 +1,4 @@
-"""The programs of ``sm90_mixed`` and ``sm90_mixed_prefill``; the DSL is imported when it is compiled."""
+"""Programs of ``sm90_mixed`` and ``sm90_mixed_prefill``; the DSL is imported to compile them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def mixed_prefill_program(
     """
 
     def arguments() -> tuple[Any, ...]:
-        from fusedops.cutlass.sm90_mixed_prefill import mixed_prefill_arguments
+        from fusedops.cutlass.mixed_prefill_arguments import mixed_prefill_arguments
 
         return mixed_prefill_arguments(
             config, epilogue, x_dtype, out_dtype, operand_dtypes, aligned

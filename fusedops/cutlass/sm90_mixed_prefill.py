@@ -8,14 +8,15 @@ multiply 64 weight rows each, on their own: the first starts ``skew`` stages ahe
 stays so, since each runs alone, at twice its pace, while the other is in its epilogue. CTAs of a
 cluster have neighbouring weight rows, and each loads a part of x for both.
 
-Where the scales go. A product of 64 x 128 x 128 (a group) takes the tensor cores 512 cycles, both
-warpgroups' 1024. In these each of the four schedulers has about 300 instructions of conversion and
-128 multiply-adds of group sums to issue for its two warps: they fit, and products stay exact and
-rounded as with few rows. Multiplying the scale into converted weights would take 64 instructions
-in place of the 128 and leave room for 64 x 256 sums (with sums of groups 192 of 240 registers are
-taken by tiles of 128 rows of x), but round every weight once more. The tile of 128 x 128 takes in 40
-bytes a cycle through its SM's port, half of them from the other CTA of its cluster, 128 x 256 would
-take 36; cuBLAS's tile of 128 x 256 bfloat16 takes in 48.
+Where the scales go. Products of 64 x 128 x 128 (a group) take the tensor cores 512 cycles, both
+warpgroups' 1024. In these each of the four schedulers has 2 x 229 instructions of its two warps to
+issue (int4 beside bfloat16), of them 2 x 64 multiply-adds of group sums: they fit, products stay
+exact, and a row's result is the one that it has among few rows. Multiplying the scale into the
+converted weights would take 2 x 32 in place of the 2 x 64 and leave registers for 64 x 256 sums (of
+240, sums of groups take 192 with 128 rows of x), but round every weight once more. It would save
+little: an SM takes in 40 bytes a cycle for tiles of 128 x 128, 36 for 128 x 256, and both with
+bfloat16 weights 48. Groups of 32 take 2 x 481 instructions: there the issue of instructions is the
+bound.
 
 Sources: PTX ISA, "wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg", "griddepcontrol".
 """
@@ -26,9 +27,8 @@ from typing import Any
 
 import cutlass
 import torch
-from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint8, const_expr, cute
+from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
-from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90
@@ -40,8 +40,6 @@ from fusedops.config.mixed_prefill import (
     WARPGROUPS,
     MixedPrefillConfig,
 )
-from fusedops.config.prefill import store_columns
-from fusedops.cutlass.arguments import chain_tensors, fake_tensor
 from fusedops.cutlass.bulk_operand import BulkLoads, result_operand
 from fusedops.cutlass.math import CUTE_DTYPES, STORAGE_DTYPES
 from fusedops.cutlass.mixed_convert import code_scales, zero_constants
@@ -58,7 +56,7 @@ from fusedops.epilogue.chain import Epilogue
 from fusedops.epilogue.outputs import RowStat
 from fusedops.errors import ConfigError
 
-__all__ = ["MixedPrefillGemm", "mixed_prefill_arguments"]
+__all__ = ["MixedPrefillGemm"]
 
 WARPGROUP = 128
 THREADS = (WARPGROUPS + 1) * WARPGROUP
@@ -96,14 +94,11 @@ class MixedPrefillGemm:
         halving = 2 if any(halves_columns(node) for node in epilogue) else 1
         # Four-byte results fill whole sectors without staging.
         self.staged = aligned and out_dtype.itemsize <= 2
-        columns = STATISTIC_ROWS // halving
-        self.staging = Staging(out_dtype, columns, BUFFERS, WARPGROUPS)
+        self.staging = Staging(out_dtype, STATISTIC_ROWS // halving, BUFFERS, WARPGROUPS)
         self.arriving: str | None = None
         if self.staged and out_dtype.itemsize == 2:
             self.arriving = result_operand(epilogue, operand_dtypes, out_dtype)
-        self.arriving_at = -1
-        if self.arriving is not None:
-            self.arriving_at = self.operand_names.index(self.arriving)
+        self.arriving_at = [name == self.arriving for name in self.operand_names]
         self.ring = Ring(config.stages, 4 * WARPGROUPS, config.cluster)
         self.raster = Raster(config.tile_m, ROWS, 1, config.cluster, config.group)
         self.operands = WeightOperands(config)
@@ -145,7 +140,7 @@ class MixedPrefillGemm:
         result = self.staging.store_side(out, self.staged)
         operand: tuple[Any, ...] = ()
         if const_expr(self.arriving is not None):
-            operand = BulkLoads.side(self.staging, tensors[self.arriving_at])
+            operand = BulkLoads.side(self.staging, tensors[self.arriving_at.index(True)])
         self.kernel(
             x_side,
             [atom for atom, _ in weights],
@@ -230,10 +225,8 @@ class MixedPrefillGemm:
                 swizzle=s_layout.inner,
             )
         if const_expr(len(self.statistics) > 0):
-            columns = len(self.statistics) * WARPGROUPS * 4
-            parts = smem.allocate_tensor(
-                Float32, cute.make_layout((cfg.tile_m, columns)), byte_alignment=128
-            )
+            layout = cute.make_layout((cfg.tile_m, len(self.statistics) * WARPGROUPS * 4))
+            parts = smem.allocate_tensor(Float32, layout, byte_alignment=128)
         if thread == 0:
             cute.arch.mbarrier_init(ahead, 4 * cfg.skew)
             if const_expr(self.arriving is not None):
@@ -344,11 +337,19 @@ class MixedPrefillGemm:
             tile_m, tile_n = self.raster.locate(tile, counts, rank)
             # Pinned, or the compiler would divide only when the products are done.
             at = WarpgroupPlace(
-                _pinned(tile_m), _pinned(tile_n * WARPGROUPS + group), *sizes, thread, group
+                _pinned(tile_m),
+                _pinned(tile_n * WARPGROUPS + group),
+                sizes[0],
+                sizes[1],
+                thread,
+                group,
             )
             epilogue.first_chunks(at, filled)
             row = tile_n * ROWS + strip * 16 + lane // 4
-            _, zeros = self.operands.whole_rows(quantization, row, n_size=sizes[1])
+            scales, zeros = self.operands.whole_rows(quantization, row, sizes[1])
+            if const_expr(not cfg.groups):
+                units = code_scales(self.dtype, cfg.multiplies_zeros)
+                scales = [scale * unit for scale, unit in zip(scales, units, strict=True)]
             constants = zero_constants(zeros, self.dtype, cfg.multiplies_zeros)
             self.products.run(
                 self.ring,
@@ -365,7 +366,6 @@ class MixedPrefillGemm:
                 constants,
             )
             fixed = epilogue.fixed_operands(at)
-            scales = self._row_scales(quantization, row, sizes[1])
             self.products.finish(acc, sums, held)
             epilogue.run(acc, at, fixed, filled, scales)
             iteration += stages
@@ -374,14 +374,6 @@ class MixedPrefillGemm:
             if thread < 32:
                 # The staging buffers must outlive the reads from them.
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-    def _row_scales(self, quantization: Any, row: Any, n_size: Any) -> Any:
-        """What a tile's sums of the thread's two columns are multiplied by, or None."""
-        if self.config.groups:
-            return None
-        scales, _ = self.operands.whole_rows(quantization, row, n_size)
-        units = code_scales(self.dtype, self.config.multiplies_zeros)
-        return [scale * unit for scale, unit in zip(scales, units, strict=True)]
 
     def _arriving_loads(self, operand: Any, s_out: Any, landed: Any) -> BulkLoads | None:
         if self.arriving is None:
@@ -404,33 +396,4 @@ def _pinned(value: Any) -> Any:
     """``value``, computed here and not where it is first used."""
     return cute.arch.inline_ptx(
         "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value]
-    )
-
-
-def mixed_prefill_arguments(
-    config: MixedPrefillConfig,
-    epilogue: Epilogue,
-    dtype: torch.dtype,
-    out_dtype: torch.dtype,
-    operand_dtypes: tuple[torch.dtype | None, ...],
-    aligned: bool,
-) -> tuple[Any, ...]:
-    """The kernel of a configuration and chain, with the fake tensors to trace it on."""
-    kernel = MixedPrefillGemm(config, epilogue, dtype, out_dtype, operand_dtypes, aligned)
-    tensors = chain_tensors(epilogue, operand_dtypes, out_dtype, kernel.arriving)
-    out = fake_tensor(STORAGE_DTYPES[out_dtype], 2, aligned=kernel.staged)
-    grouped = config.groups > 0
-    quantization = [fake_tensor(CUTE_DTYPES[config.weight.scale_dtype], 2, aligned=grouped)]
-    if config.weight.zeros:
-        quantization.append(fake_tensor(Uint8, 2, aligned=grouped))
-    return (
-        kernel,
-        fake_tensor(Int64, 2, aligned=True),
-        tuple(quantization),
-        fake_tensor(STORAGE_DTYPES[dtype], 2, aligned=True),
-        out,
-        tuple(tensors) or (out,),
-        Int32(1),
-        Int32(1),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
     )

@@ -3,7 +3,8 @@
 A warpgroup's 64 rows of the accumulator are columns of the result; matrices of 8 x 8 values are
 transposed on their way to and from a buffer of ``fusedops.cutlass.staging``. A thread has its two
 columns (8 apart; one, where a gate has halved them) of pairs of neighbouring rows, 8 rows from pair
-to pair. A warp's columns are its own, in every row, so it may read what it will overwrite.
+to pair. A warp's columns are its own, in every row, so it may read what it will overwrite. Blocks
+of 8 rows are swizzled alike: an address is that in the first block and a constant.
 
 Source: PTX ISA, "stmatrix", "ldmatrix" (.trans).
 """
@@ -51,9 +52,13 @@ def write_transposed(
         return
     lane = thread % 32
     column = (thread // 32) * (8 * columns) + lane // 4
+    offsets = {
+        (parity, j): staging.offset(2 * (lane % 4) + parity, (column + 8 * j) * dtype.itemsize)
+        for parity in range(2)
+        for j in range(columns)
+    }
     for (i, j), value in values.items():
-        row = first + 8 * (i >> 1) + 2 * (lane % 4) + (i & 1)
-        at = address + staging.offset(row, (column + 8 * j) * dtype.itemsize)
+        at = address + offsets[i & 1, j] + (first + 8 * (i >> 1)) * staging.width_bytes
         cute.arch.inline_ptx(
             "st.shared.b8 [{$r0}], {$r1};",
             read_only_args=[Int32(at), Int32(storage_value(value, dtype))],
@@ -70,8 +75,7 @@ def read_transposed(
     found: dict[Slot, Any] = {}
     for places in _matrices(blocks, columns):
         registers = cute.arch.inline_ptx(
-            "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 "
-            "{{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+            "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
             write_only_types=[Int32] * 4,
             read_only_args=[
                 _matrix_address(staging, address, thread, first, columns, places[0][0])
@@ -99,6 +103,5 @@ def _matrix_address(
         column += (matrix & 1) * 8
     else:
         row += matrix * 8
-    # Blocks of 8 rows do not change the swizzle.
     lane = staging.offset(row, column * staging.dtype.itemsize)
     return Int32(address + lane + (first + 8 * block) * staging.width_bytes)

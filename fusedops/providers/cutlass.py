@@ -1,8 +1,8 @@
 """The CuTe DSL kernels as a GEMM provider; nothing here imports the DSL until a kernel compiles.
 
-They multiply bfloat16, float16, e4m3 and int8, e4m3 with scales a block, and weights of 4 and 8 bits
-(``fusedops.weight``: int4, int8_wo, fp8_wo) in the order of wgmma's registers. How
-sums of 8-bit products are kept, and the error that this leaves in those of e4m3, is told in
+They multiply bfloat16, float16, e4m3 and int8, e4m3 with scales a block, and weights of 4 and 8
+bits (``fusedops.weight``: int4, int8_wo, fp8_wo) in the order of wgmma's registers. How sums of
+8-bit products are kept, and the error that this leaves in those of e4m3, is told in
 ``fusedops.cutlass.products`` and ``fusedops.cutlass.promotion``.
 """
 

@@ -105,7 +105,7 @@ class MixedPrefillConfig(NarrowTile):
         weight = self.weight
         if weight.sum_group == 0:
             return 0
-        if self.multiplies_zeros and weight.zeros and not weight.group:
+        if self.multiplies_zeros and not weight.group:
             # A tile's zero points, in registers of their own, are too many beside two.
             return 1
         return min(2, _MOST_ACCUMULATORS // self.accumulators - 1)

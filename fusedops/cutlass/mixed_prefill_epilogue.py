@@ -41,6 +41,8 @@ class WarpgroupPlace:
         block: index of the warpgroup's 64 weight rows along N.
         m, n: sizes of the accumulator.
         thread: index in the warpgroup.
+        first_thread: index of the warp's first thread, which the compiler knows to be uniform: a
+            branch on ``thread`` would cost the main loop its uniform registers.
         warpgroup: index of the consumer warpgroup.
     """
 
@@ -49,6 +51,7 @@ class WarpgroupPlace:
     m: Any
     n: Any
     thread: Any
+    first_thread: Any
     warpgroup: Any
 
 
@@ -102,14 +105,14 @@ class MixedPrefillEpilogue:
     def first_chunks(self, place: WarpgroupPlace, filled_before: Any) -> None:
         """Start the bulk loads that a tile begins with; its products may follow."""
         if self.arriving is not None:
-            free_buffers(place.thread)
+            free_buffers(place.first_thread)
             for chunk in range(min(self.chunks, self.staging.buffers)):
                 self._start_load(place, filled_before, chunk)
 
     def _start_load(self, place: WarpgroupPlace, filled_before: Any, chunk: int) -> None:
         if self.arriving is not None and chunk < self.chunks:
             buffer = self._buffer(place, filled_before, chunk)
-            self.arriving.start(self._box(place, chunk), buffer, place.thread)
+            self.arriving.start(self._box(place, chunk), buffer, place.first_thread)
 
     def _buffer(self, place: WarpgroupPlace, filled_before: Any, chunk: int) -> Any:
         buffers = self.staging.buffers
@@ -190,7 +193,7 @@ class MixedPrefillEpilogue:
     ) -> None:
         """Store a chunk that all warps have written, and finish its statistics."""
         if self.atom is not None or self.names:
-            self.staging.publish(place.thread, place.warpgroup, self.atom is not None)
+            self.staging.publish(place.first_thread, place.warpgroup, self.atom is not None)
         if self.atom is not None:
             if chunk > 0:
                 self._start_load(place, filled_before, chunk + 1)
@@ -206,7 +209,7 @@ class MixedPrefillEpilogue:
                 self.atom,
                 source[(None, self._buffer(place, filled_before, chunk))],
                 target[(None, *self._box(place, chunk))],
-                place.thread,
+                place.first_thread,
             )
         for index, name in enumerate(self.names):
             row = place.tile_m * self.config.tile_m + chunk * CHUNK + place.thread

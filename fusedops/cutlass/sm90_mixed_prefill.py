@@ -342,6 +342,7 @@ class MixedPrefillGemm:
                 sizes[0],
                 sizes[1],
                 thread,
+                cute.arch.make_warp_uniform(thread),
                 group,
             )
             epilogue.first_chunks(at, filled)

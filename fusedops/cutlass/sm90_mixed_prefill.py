@@ -4,19 +4,18 @@ The product is ``W x^T`` with the weight on wgmma's 64-row side, from the same p
 ``fusedops.cutlass.sm90_mixed``: a thread converts whole A fragments in registers, x is read from
 shared memory. A CTA an SM walks tiles of 128 weight rows and ``tile_m`` rows of x in a fixed order
 (``raster``). One warp loads through a ring of TMA stages across tile boundaries; two warpgroups
-multiply 64 weight rows each, on their own: the first starts ``skew`` stages ahead of the second and
-stays so, since each runs alone, at twice its pace, while the other is in its epilogue. CTAs of a
-cluster have neighbouring weight rows, and each loads a part of x for both.
+multiply 64 weight rows each, on their own: the first starts ``skew`` stages ahead of the second, so
+that one's epilogue runs beside the other's products, which then have the tensor cores to
+themselves. CTAs of a cluster have neighbouring weight rows, and each loads a part of x for both.
 
 Where the scales go. Products of 64 x 128 x 128 (a group) take the tensor cores 512 cycles, both
 warpgroups' 1024. In these each of the four schedulers has 2 x 229 instructions of its two warps to
 issue (int4 beside bfloat16), of them 2 x 64 multiply-adds of group sums: they fit, products stay
 exact, and a row's result is the one that it has among few rows. Multiplying the scale into the
 converted weights would take 2 x 32 in place of the 2 x 64 and leave registers for 64 x 256 sums (of
-240, sums of groups take 192 with 128 rows of x), but round every weight once more. It would save
-little: an SM takes in 40 bytes a cycle for tiles of 128 x 128, 36 for 128 x 256, and both with
-bfloat16 weights 48. Groups of 32 take 2 x 481 instructions: there the issue of instructions is the
-bound.
+240, sums of groups take 192 with 128 rows of x), but round every weight once more. By these counts
+it saves little: an SM takes in 40 bytes a cycle for tiles of 128 x 128, 36 for 128 x 256, and with
+bfloat16 weights 48. Groups of 32 take 2 x 481 instructions: there their issue is the bound.
 
 Sources: PTX ISA, "wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg", "griddepcontrol".
 """

@@ -10,6 +10,11 @@ from fusedops.config.decode import (
     m_bucket,
 )
 from fusedops.config.files import DECODE_BUCKETS, NamedTile, tuned_choices, tuning_key
+from fusedops.config.mixed_prefill import (
+    MixedPrefillTile,
+    choose_mixed_prefill,
+    mixed_prefill_tiles,
+)
 from fusedops.config.mixed_tiles import MixedTile, choose_mixed, mixed_tiles
 from fusedops.config.prefill import PrefillConfig, PrefillTile, choose_prefill, prefill_tiles
 
@@ -17,15 +22,18 @@ __all__ = [
     "DECODE_BUCKETS",
     "DecodeConfig",
     "DecodeTile",
+    "MixedPrefillTile",
     "MixedTile",
     "NamedTile",
     "PrefillConfig",
     "PrefillTile",
     "choose_decode",
     "choose_mixed",
+    "choose_mixed_prefill",
     "choose_prefill",
     "decode_tiles",
     "m_bucket",
+    "mixed_prefill_tiles",
     "mixed_tiles",
     "prefill_tiles",
     "tuned_choices",

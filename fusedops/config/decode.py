@@ -20,6 +20,7 @@ from fusedops.prologue import NO_PROLOGUE, RmsNormPrologue
 __all__ = [
     "DecodeConfig",
     "DecodeTile",
+    "chain_groups_refusal",
     "chain_refusal",
     "choose_decode",
     "decode_tiles",
@@ -243,8 +244,14 @@ def chain_refusal(problem: GemmProblem, clusters: int) -> str | None:
         parts = getattr(node, "parts", None)
         if parts is not None and parts < clusters:
             return f"{node} has too few parts for one a cluster"
+    return chain_groups_refusal(problem)
+
+
+def chain_groups_refusal(problem: GemmProblem) -> str | None:
+    """Why kernels with the weight on wgmma's row side cannot run the chain, or None if they can."""
+    for node in problem.spec.epilogue:
         if node.group_columns() > 1:
-            return f"{node}: no tile of the decode kernel holds whole groups"
+            return f"{node}: no warpgroup of the kernel holds whole groups of columns"
     return None
 
 

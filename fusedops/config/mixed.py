@@ -16,9 +16,9 @@ from fusedops.weight.fragments import (
     piece_columns,
 )
 
-__all__ = ["MixedConfig", "NarrowWeight", "mixed_stages"]
+__all__ = ["MixedConfig", "NarrowTile", "NarrowWeight", "aligned", "mixed_stages"]
 
-_WGMMA_ROWS = 64
+WGMMA_ROWS = 64
 _TMA_ALIGNMENT = 128
 _OTHERS_BYTES = 3072
 """Shared memory for barriers and for the alignment of what stands before the ring."""
@@ -74,47 +74,20 @@ class NarrowWeight:
 
 
 @dataclass(frozen=True)
-class MixedConfig:
-    """A tiling of the kernel with narrow weights.
+class NarrowTile:
+    """A stage of a narrow weight: what a tile's rows have of it.
 
     Attributes:
         weight: the format.
         rows: weight rows (output columns) of a tile, a multiple of 16 up to 256.
         k: columns of K in a stage, a multiple of 64 and of the group.
         stages: TMA stages of the ring.
-        split: CTAs that share a tile's K (a cluster): 1, 2, or 4 with at least 16 padded rows.
-        m_pad: padded M, the wgmma N: a multiple of 8.
-        trigger, prefetch: as of ``fusedops.config.DecodeConfig``.
-        zero_products: int4's zero points are subtracted by products of their own, which saves
-            instructions and takes twice the products; always so beside e4m3 activations. With
-            bfloat16 ones sums of 128 + q are subtracted from each other, so about 5 bits of
-            float32's 24 are lost.
     """
 
     weight: NarrowWeight
     rows: int
     k: int
     stages: int
-    split: int
-    m_pad: int
-    trigger: int = -1
-    prefetch: int = 0
-    zero_products: bool = False
-
-    @property
-    def multiplies_zeros(self) -> bool:
-        """Whether zero points are subtracted by products of their own."""
-        return self.zero_products or self.weight.x_bits == 8
-
-    @property
-    def warpgroups(self) -> int:
-        """Consumer warpgroups: each multiplies 64 weight rows."""
-        return -(-self.rows // _WGMMA_ROWS)
-
-    @property
-    def threads(self) -> int:
-        """Threads of a CTA: the consumers and one producer warp."""
-        return self.warpgroups * 128 + 32
 
     @property
     def strips(self) -> int:
@@ -142,11 +115,6 @@ class MixedConfig:
         return self.strips * self.strip_words * 8
 
     @property
-    def x_bytes(self) -> int:
-        """Activations of a stage."""
-        return self.m_pad * self.k * self.weight.x_bits // 8
-
-    @property
     def scale_bytes(self) -> int:
         """Scales of a stage."""
         return self.groups * self.rows * self.weight.scale_dtype.itemsize
@@ -155,6 +123,62 @@ class MixedConfig:
     def zero_bytes(self) -> int:
         """Zero points of a stage."""
         return self.groups * self.rows if self.weight.zeros else 0
+
+    def illegal_stage(self) -> str | None:
+        """Why no kernel can load such stages, or None if one can."""
+        weight = self.weight
+        if weight.group not in (0, 32, 64, 128):
+            return f"group={weight.group}: 32, 64, 128, or 0 for all of K"
+        if (weight.zeros or weight.x_bits == 8) and weight.kind != "int4":
+            return f"{weight.kind} with zero points or e4m3 activations: only int4 has them"
+        if self.rows % STRIP_ROWS or not STRIP_ROWS <= self.rows <= 4 * WGMMA_ROWS:
+            return f"rows={self.rows} is no multiple of {STRIP_ROWS} up to {4 * WGMMA_ROWS}"
+        if self.k % max(64, weight.sum_group) or self.k == 0:
+            return f"k={self.k} is no multiple of 64 and of the group"
+        if self.strip_words > _MAX_BOX:
+            return f"k={self.k}: a strip of a stage is more than one load takes"
+        return None
+
+
+@dataclass(frozen=True)
+class MixedConfig(NarrowTile):
+    """A tiling of the kernel for few rows with narrow weights.
+
+    Attributes:
+        split: CTAs that share a tile's K (a cluster): 1, 2, or 4 with at least 16 padded rows.
+        m_pad: padded M, the wgmma N: a multiple of 8.
+        trigger, prefetch: as of ``fusedops.config.DecodeConfig``.
+        zero_products: int4's zero points are subtracted by products of their own, which saves
+            instructions and takes twice the products; always so beside e4m3 activations. With
+            bfloat16 ones sums of 128 + q are subtracted from each other, so about 5 bits of
+            float32's 24 are lost.
+    """
+
+    split: int
+    m_pad: int
+    trigger: int = -1
+    prefetch: int = 0
+    zero_products: bool = False
+
+    @property
+    def multiplies_zeros(self) -> bool:
+        """Whether zero points are subtracted by products of their own."""
+        return self.zero_products or self.weight.x_bits == 8
+
+    @property
+    def warpgroups(self) -> int:
+        """Consumer warpgroups: each multiplies 64 weight rows."""
+        return -(-self.rows // WGMMA_ROWS)
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA: the consumers and one producer warp."""
+        return self.warpgroups * 128 + 32
+
+    @property
+    def x_bytes(self) -> int:
+        """Activations of a stage."""
+        return self.m_pad * self.k * self.weight.x_bits // 8
 
     @property
     def group_sums(self) -> int:
@@ -168,17 +192,10 @@ class MixedConfig:
 
     def illegal(self) -> str | None:
         """Why no kernel can be compiled, or None if one can."""
-        weight = self.weight
-        if weight.group not in (0, 32, 64, 128):
-            return f"group={weight.group}: 32, 64, 128, or 0 for all of K"
-        if (weight.zeros or self.multiplies_zeros) and weight.kind != "int4":
-            return f"{weight.kind} with zero points or e4m3 activations: only int4 has them"
-        if self.rows % STRIP_ROWS or not STRIP_ROWS <= self.rows <= 4 * _WGMMA_ROWS:
-            return f"rows={self.rows} is no multiple of {STRIP_ROWS} up to {4 * _WGMMA_ROWS}"
-        if self.k % max(64, weight.sum_group) or self.k == 0:
-            return f"k={self.k} is no multiple of 64 and of the group"
-        if self.strip_words > _MAX_BOX:
-            return f"k={self.k}: a strip of a stage is more than one load takes"
+        if reason := self.illegal_stage():
+            return reason
+        if self.zero_products and self.weight.kind != "int4":
+            return f"{self.weight.kind} has no zero points"
         if self.m_pad % 8 or not 8 <= self.m_pad <= 128:
             return f"m_pad={self.m_pad} is no multiple of 8 up to 128"
         if self.warpgroups * self.m_pad > _MOST_SUMS[self.warpgroups]:

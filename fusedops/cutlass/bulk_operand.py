@@ -34,7 +34,7 @@ from fusedops.cutlass.staging import ROWS, Staging
 from fusedops.cutlass.tile import halves_columns
 from fusedops.epilogue.chain import Epilogue
 
-__all__ = ["BulkLoads", "bulk_operand", "free_buffers"]
+__all__ = ["BulkLoads", "bulk_operand", "free_buffers", "result_operand"]
 
 
 def bulk_operand(
@@ -47,13 +47,20 @@ def bulk_operand(
     """The operand that comes this way: the last one of the result's shape and 16-bit dtype."""
     if not (aligned and config.pingpong) or staging.dtype not in (torch.bfloat16, torch.float16):
         return None
+    return result_operand(epilogue, operand_dtypes, staging.dtype)
+
+
+def result_operand(
+    epilogue: Epilogue, operand_dtypes: tuple[torch.dtype | None, ...], dtype: torch.dtype
+) -> str | None:
+    """The last operand that has the result's shape and ``dtype``, None for none."""
     dtypes = dict(zip((o.name for o in epilogue.operands), operand_dtypes, strict=True))
     found = None
     for node in epilogue:
         if halves_columns(node):
             found = None
         for operand in node.operands():
-            if operand.axis == "mn" and dtypes[operand.name] == staging.dtype:
+            if operand.axis == "mn" and dtypes[operand.name] == dtype:
                 found = operand.name
     return found
 

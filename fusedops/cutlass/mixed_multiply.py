@@ -23,13 +23,13 @@ from fusedops.cutlass.mixed_convert import code_scales, fragment, zero_constants
 from fusedops.cutlass.mixed_operands import ROW_HALF, StageAddresses
 from fusedops.weight.fragments import PIECE_BYTES
 
-__all__ = ["StageProducts", "a_registers"]
+__all__ = ["WORD_STRIDE", "StageProducts", "a_registers", "read_words", "scale_pair", "zero_pair"]
 
-_WORD_STRIDE = PIECE_BYTES // 4
+WORD_STRIDE = PIECE_BYTES // 4
 """Bytes from one to the next 32-bit word of a thread, over whole reads of four words."""
 
 
-def _scale_pair(address: Any, dtype: torch.dtype) -> Any:
+def scale_pair(address: Any, dtype: torch.dtype) -> Any:
     """The scales of a thread's two rows, float32; at the first one's byte address."""
     apart = ROW_HALF * dtype.itemsize
     if dtype == torch.float32:
@@ -48,13 +48,14 @@ def _scale_pair(address: Any, dtype: torch.dtype) -> Any:
     return cute.arch.inline_ptx(code, write_only_types=[Float32] * 2, read_only_args=[address])
 
 
-def _zero_pair(address: Any) -> Any:
+def zero_pair(address: Any) -> Any:
     """The zero points of a thread's two rows; at the first one's byte address."""
     code = f"ld.shared.u8 {{$w0}}, [{{$r0}}]; ld.shared.u8 {{$w1}}, [{{$r0}}+{ROW_HALF}];"
     return cute.arch.inline_ptx(code, write_only_types=[Int32] * 2, read_only_args=[address])
 
 
-def _read_words(address: Any) -> Any:
+def read_words(address: Any) -> Any:
+    """A thread's four words of a piece, at their byte address."""
     return cute.arch.inline_ptx(
         "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
         write_only_types=[Int32] * 4,
@@ -87,16 +88,16 @@ class _Reader:
         """Read what the first ``columns`` of the stage need and is not there yet."""
         cfg, at = self._config, self._at
         while len(self.words) < columns * cfg.weight.bits // 64:
-            self.words += _read_words(at.codes + len(self.words) * _WORD_STRIDE)
+            self.words += read_words(at.codes + len(self.words) * WORD_STRIDE)
         if not cfg.groups:
             return
         scale_bytes = cfg.rows * cfg.weight.scale_dtype.itemsize
         for group in range(len(self.scales), -(-columns // cfg.weight.group)):
-            pair = _scale_pair(at.scales + group * scale_bytes, cfg.weight.scale_dtype)
+            pair = scale_pair(at.scales + group * scale_bytes, cfg.weight.scale_dtype)
             units = code_scales(self._dtype, cfg.multiplies_zeros)
             self.scales.append([scale * unit for scale, unit in zip(pair, units, strict=True)])
             if at.zeros is not None:
-                zeros = _zero_pair(at.zeros + group * cfg.rows)
+                zeros = zero_pair(at.zeros + group * cfg.rows)
                 self.constants.append(zero_constants(zeros, self._dtype, cfg.multiplies_zeros))
 
 
@@ -129,7 +130,8 @@ class StageProducts:
             multiply: the tiled MMA that adds to its accumulators, the one that starts them anew.
             acc: float32 sums of the tile.
             sums: ``config.group_sums`` sets of sums of a group.
-            registers: two sets of A fragments of a unit.
+            registers: two sets of A fragments of a unit, with one more step where zero points are
+                multiplied.
             frag_x: descriptors of the activations.
             addresses: where this thread reads the stage.
             stage: index in the ring.
@@ -189,12 +191,8 @@ class StageProducts:
             acc[j] = acc[j] + scaled
 
 
-def a_registers(config: MixedConfig, element: Any) -> Any:
-    """A unit's A fragments: ((neighbours in K, row half, K half), 1, wgmma steps).
-
-    There is one step more where zero points are multiplied.
-    """
+def a_registers(steps: int, element: Any) -> Any:
+    """A fragments of wgmma steps: ((neighbours in K, row half, K half), 1, steps)."""
     pack = 32 // element.width
-    steps = config.weight.unit // config.weight.step + config.multiplies_zeros
     layout = cute.make_layout(((pack, 2, 2), 1, steps), stride=((1, pack, 2 * pack), 0, 4 * pack))
     return cute.make_rmem_tensor(layout, element)

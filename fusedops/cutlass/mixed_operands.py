@@ -14,7 +14,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Numeric, Uint8, cute
 from cutlass.cute.nvgpu import cpasync
 
-from fusedops.config.mixed import MixedConfig, aligned
+from fusedops.config.mixed import NarrowTile, aligned
 from fusedops.cutlass.math import CUTE_DTYPES
 
 __all__ = ["StageAddresses", "WeightOperands"]
@@ -45,7 +45,7 @@ class WeightOperands:
         config: the tiling.
     """
 
-    config: MixedConfig
+    config: NarrowTile
 
     @property
     def elements(self) -> list[type[Numeric]]:

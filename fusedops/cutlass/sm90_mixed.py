@@ -263,7 +263,8 @@ class MixedGemm:
             ).shape
             acc = cute.make_rmem_tensor(shape, Float32)
             sums = [cute.make_rmem_tensor(shape, Float32) for _ in range(cfg.group_sums)]
-            registers = [a_registers(cfg, self.element) for _ in range(2)]
+            steps = cfg.weight.unit // cfg.weight.step + cfg.multiplies_zeros
+            registers = [a_registers(steps, self.element) for _ in range(2)]
             mine = cute.make_rmem_tensor(cute.make_layout(exchange.owned), Float32)
 
             for tile in cutlass.range(tile_first, tile_last, unroll=1):

@@ -1,8 +1,8 @@
 """The CuTe DSL kernels as a GEMM provider; nothing here imports the DSL until a kernel compiles.
 
-They multiply bfloat16, float16, e4m3 and int8, e4m3 with scales a block, and few rows with weights
-of 4 and 8 bits (``fusedops.weight``: int4, int8_wo, fp8_wo) in the order of wgmma's registers. How
-sums of 8-bit products are kept, and the error that this leaves in those of e4m3, is told in
+They multiply bfloat16, float16, e4m3 and int8, e4m3 with scales a block, and weights of 4 and 8
+bits (``fusedops.weight``: int4, int8_wo, fp8_wo) in the order of wgmma's registers. How sums of
+8-bit products are kept, and the error that this leaves in those of e4m3, is told in
 ``fusedops.cutlass.products`` and ``fusedops.cutlass.promotion``.
 """
 
@@ -23,6 +23,7 @@ from fusedops.providers.base import SUPPORTED, Support, not_applicable
 from fusedops.providers.cutlass_decode import decode_candidate, decode_program
 from fusedops.providers.cutlass_kernel import Candidate
 from fusedops.providers.cutlass_mixed import mixed_candidate, mixed_refusal
+from fusedops.providers.cutlass_mixed_prefill import mixed_prefill_candidate
 from fusedops.providers.cutlass_prefill import prefill_candidate
 from fusedops.providers.cutlass_rules import first_refusal
 from fusedops.providers.gemm import GemmRun, register_gemm_provider
@@ -50,7 +51,7 @@ Family = Callable[[GemmProblem], Candidate]
 
 def _families(problem: GemmProblem) -> tuple[Family, ...]:
     if isinstance(problem.spec.weight, GroupedFormat):
-        return (mixed_candidate,)
+        return mixed_candidate, mixed_prefill_candidate
     return decode_candidate, prefill_candidate
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fusedops.config import DECODE_BUCKETS, MixedTile, choose_mixed
+from fusedops.config import MixedTile, choose_mixed
 from fusedops.cutlass.mixed_program import mixed_program
 from fusedops.jit.dsl import DslProgram, dsl_kernel
 from fusedops.jit.launch import device_arch
@@ -59,8 +59,6 @@ def mixed_refusal(problem: GemmProblem) -> str | None:
         )
     if spec.prologue != NO_PROLOGUE:
         return f"has no kernel with {spec.prologue} inside beside {weight}"
-    if problem.m > DECODE_BUCKETS[-1]:
-        return f"multiplies {weight} with M <= {DECODE_BUCKETS[-1]} only, got M={problem.m}"
     return None
 
 
@@ -117,5 +115,5 @@ class MixedCandidate:
 
 
 def mixed_candidate(problem: GemmProblem) -> MixedCandidate:
-    """The tiling for a problem with M <= 128; ConfigError where none is legal."""
+    """The tiling for a problem; ConfigError where none is legal, as for M > 128."""
     return MixedCandidate(problem, choose_mixed(problem, problem.gpu))

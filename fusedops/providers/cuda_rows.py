@@ -72,7 +72,7 @@ _PACKS = 4
 _CLUSTER_PACKS = 1024
 """Longer rows, if they are few, are read by a cluster: 16 KB by one SM take longer than meeting."""
 
-_EARLY_ROWS = 48
+_EARLY_ROWS = 64
 """Rows up to which a kernel lets the next one start at its entry, see csrc/include/pdl.cuh."""
 
 _BLOCKS_PER_SM = 8

@@ -72,8 +72,12 @@ _PACKS = 4
 _CLUSTER_PACKS = 1024
 """Longer rows, if they are few, are read by a cluster: 16 KB by one SM take longer than meeting."""
 
-_EARLY_ROWS = 48
-"""Rows up to which a kernel lets the next one start at its entry, see csrc/include/pdl.cuh."""
+_EARLY_ROWS = 64
+"""Rows up to which a kernel lets the next one start at its entry, see csrc/include/pdl.cuh.
+
+It is for the product that follows: between two products 64 rows of 4096 take 0.6 to 2.1 us less
+this way. Behind one another, kernels of rows do better without it (0.4 to 1.3 us at 64 rows).
+"""
 
 _BLOCKS_PER_SM = 8
 _LARGEST_GRID = 2**31 - 1

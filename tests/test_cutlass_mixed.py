@@ -130,20 +130,26 @@ def test_kernel_multiplies_from_registers_without_spills(
 
 @needs_dsl
 @pytest.mark.parametrize(
-    ("weight", "m", "rows", "split", "dtype"),
+    ("weight", "m", "rows", "k", "split", "dtype"),
     [
-        (INT4, 16, 64, 2, BF16),
-        (NarrowWeight("int4", 64, False, FP16), 16, 112, 4, FP16),
-        (NarrowWeight("int4", 0, x_bits=8), 8, 112, 1, E4M3),
-        (NarrowWeight("int4", 128, x_bits=8), 128, 64, 1, E4M3),
+        (INT4, 16, 112, 128, 1, BF16),
+        (NarrowWeight("int4", 64, False, FP16), 16, 112, 128, 4, FP16),
+        (NarrowWeight("int4", 0, x_bits=8), 8, 112, 256, 1, E4M3),
+        (NarrowWeight("int4", 128, x_bits=8), 128, 64, 256, 1, E4M3),
     ],
     ids=str,
 )
 def test_products_of_zero_points_read_registers_that_stay(
-    weight: NarrowWeight, m: int, rows: int, split: int, dtype: torch.dtype, tmp_path: Path
+    weight: NarrowWeight,
+    m: int,
+    rows: int,
+    k: int,
+    split: int,
+    dtype: torch.dtype,
+    tmp_path: Path,
 ) -> None:
     """Of a zero point that the compiler knows it fills registers behind the products."""
-    config = mixed_config(weight, m, rows, 128, split, zero_products=True)
+    config = mixed_config(weight, m, rows, k, split, zero_products=True)
     sass_of(config, "bias|residual", dtype, tmp_path)
 
 

@@ -12,7 +12,7 @@ import re
 
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?(\S+)\s*(.*?)\s*;")
 _PRODUCT = re.compile(r"[HQI]GMMA\.64x(\d+)x")
-_WIDE = re.compile(r"\.WIDE|^CS2R(?!\.32)|^[DM]|\.64\b|^LD\S*\.64")
+_WIDE = re.compile(r"\.WIDE|^CS2R(?!\.32)|^D(ADD|MUL|FMA)|\.64\b")
 _PREDICATES_ONLY = re.compile(r"SETP|^PLOP3|^R2P|^VOTE")
 
 

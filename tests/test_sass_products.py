@@ -48,6 +48,7 @@ def test_registers_that_a_product_may_still_use(line: str) -> None:
         "STS.128 [R4], R36",
         "R2UR UR10, R37",
         "CS2R.32 R35, SRZ",
+        "MOV R23, UR24",
         PRODUCT,
     ],
 )

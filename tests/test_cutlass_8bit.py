@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from sass_products import touched_in_flight
 from test_cutlass_compile import extract_cubin, make_problem, needs_dsl, nvdisasm
 
 from fusedops.bench.tune_problems import candidates
@@ -62,6 +63,7 @@ def sass_of(problem: GemmProblem, tile: DecodeTile | PrefillTile, folder: Path) 
     code = subprocess.run([tool, "-c", cubin], capture_output=True, text=True, check=True).stdout
     assert "UTMALDG" in code
     assert not re.search(r"\b(LDL|STL)\b", code), "the kernel spills to local memory"
+    assert touched_in_flight(code) == []
     return code
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sass_products import touched_in_flight
 
 from fusedops.config import DECODE_BUCKETS, DecodeTile, choose_decode, decode_tiles, m_bucket
 from fusedops.epilogue.chain import Epilogue
@@ -119,6 +120,7 @@ def check_code(problem: GemmProblem, folder: Path) -> str:
     assert "HGMMA" in sass
     assert "UTMALDG" in sass
     assert not re.search(r"\b(LDL|STL)\b", sass), "the kernel spills to local memory"
+    assert touched_in_flight(sass) == []
     return sass
 
 

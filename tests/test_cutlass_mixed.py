@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from narrow_weights import fastest_config, mixed_configs
+from sass_products import touched_in_flight
 from test_cutlass_compile import extract_cubin, needs_dsl, nvdisasm
 
 from fusedops.config import DECODE_BUCKETS
@@ -45,6 +46,7 @@ def sass_of(config: MixedConfig, chain: str, dtype: torch.dtype, folder: Path) -
     assert len(products) == steps * (1 + config.multiplies_zeros)
     assert all(n == str(config.m_pad) and a.startswith("R") for n, a in products)
     assert not re.search(r"\b(LDL|STL)\b", sass), "the kernel spills to local memory"
+    assert touched_in_flight(sass) == []
     return sass
 
 
@@ -124,6 +126,31 @@ def test_kernel_multiplies_from_registers_without_spills(
     tmp_path: Path,
 ) -> None:
     sass_of(mixed_config(weight, m, rows, k, split), chain, dtype, tmp_path)
+
+
+@needs_dsl
+@pytest.mark.parametrize(
+    ("weight", "m", "rows", "k", "split", "dtype"),
+    [
+        (INT4, 16, 112, 128, 1, BF16),
+        (NarrowWeight("int4", 64, False, FP16), 16, 112, 128, 4, FP16),
+        (NarrowWeight("int4", 0, x_bits=8), 8, 112, 256, 1, E4M3),
+        (NarrowWeight("int4", 128, x_bits=8), 128, 64, 256, 1, E4M3),
+    ],
+    ids=str,
+)
+def test_products_of_zero_points_read_registers_that_stay(
+    weight: NarrowWeight,
+    m: int,
+    rows: int,
+    k: int,
+    split: int,
+    dtype: torch.dtype,
+    tmp_path: Path,
+) -> None:
+    """Of a zero point that the compiler knows it fills registers behind the products."""
+    config = mixed_config(weight, m, rows, k, split, zero_products=True)
+    sass_of(config, "bias|residual", dtype, tmp_path)
 
 
 @needs_dsl

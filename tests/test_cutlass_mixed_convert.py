@@ -134,7 +134,9 @@ def test_int4_and_a_zero_point_of_its_own_add_up(dtype: torch.dtype, zeros: Tens
     codes = torch.arange(16 * 128).remainder(16).to(torch.uint8).view(16, 128)
     codes = codes.roll(3, 0) ^ torch.arange(16, dtype=torch.uint8)[:, None]
     row = torch.arange(32) // 4
-    given = None if zeros is None else (zeros[row], zeros[row + 8])
+    # Stored plus 8: the zero point does not depend on the number that it is hidden in.
+    hidden_in = torch.tensor([1, 592, 2**31 - 1] * 11)[:32]
+    given = mixed_convert.eights(hidden_in) if zeros is None else (zeros[row], zeros[row + 8])
     units = mixed_convert.code_scales(dtype, True)
     constants = mixed_convert.zero_constants(given, dtype, True)
     offsets = [numbers(torch.as_tensor(c).expand(32), dtype) for c in constants]

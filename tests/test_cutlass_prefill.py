@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from sass_products import touched_in_flight
 from test_cutlass_compile import extract_cubin, make_problem, needs_dsl, nvdisasm
 
 from fusedops.config import (
@@ -39,7 +40,9 @@ def sass_of(problem: GemmProblem, tile: PrefillTile, folder: Path, *, aligned: b
     folder.mkdir(exist_ok=True)
     compile_dsl(prefill_program(problem, tile, aligned), "sm_90a", folder)
     cubin = extract_cubin((folder / OBJECT).read_bytes(), folder)
-    return subprocess.run([tool, "-c", cubin], capture_output=True, text=True, check=True).stdout
+    sass = subprocess.run([tool, "-c", cubin], capture_output=True, text=True, check=True).stdout
+    assert touched_in_flight(sass) == []
+    return sass
 
 
 @needs_dsl

@@ -34,7 +34,7 @@ from cutlass import Int32, cute
 
 from fusedops.config.mixed import NarrowWeight
 
-__all__ = ["code_scales", "fragment", "zero_constants"]
+__all__ = ["code_scales", "eights", "fragment", "zero_constants"]
 
 
 _AND_OR = 0xEA  # (a & b) | c
@@ -99,8 +99,8 @@ def zero_constants(zeros: Any, dtype: torch.dtype, products: bool) -> tuple[Any,
     """The zero points of a thread's two rows, as registers of ``dtype``.
 
     Args:
-        zeros: both, at most 16, in registers of their own; None for the zero point 8 of codes
-            stored plus 8.
+        zeros: both, at most 16, in registers of their own. For the zero point 8 of codes stored
+            plus 8: ``eights`` with ``products``, else None.
         dtype: of the activations: bfloat16, float16 or float8_e4m3fn.
         products: four registers that are multiplied with the activations as ``fragment``'s are,
             which come without a zero point; else the two that ``fragment`` takes.
@@ -118,6 +118,19 @@ def zero_constants(zeros: Any, dtype: torch.dtype, products: bool) -> tuple[Any,
     return first, second
 
 
+def eights(positive: Any) -> tuple[Any, Any]:
+    """The zero point 8 of both rows, as numbers that the compiler cannot know.
+
+    ptxas (13.4) fills a fragment's registers of constants where it likes, also while products that
+    read them run: with constants, results depend on what the registers held before.
+
+    Args:
+        positive: a number that is known at run time only, from 0 to 2^31 - 1.
+    """
+    first, second = (_op(_OR, _right(positive, 31), 8) for _ in range(2))
+    return first, second
+
+
 def _negative_zeros(zeros: Any, dtype: torch.dtype) -> tuple[Any, ...]:
     """Minus the zero points, in the form of ``fragment``'s numbers: a fragment's four registers.
 
@@ -129,9 +142,6 @@ def _negative_zeros(zeros: Any, dtype: torch.dtype) -> tuple[Any, ...]:
         torch.float16: (0x8000, 0x8000),
     }[dtype]
     fourth = dtype == torch.float16  # its second row's nibbles are four bits further up
-    if zeros is None:
-        eight = 0x0808 if dtype == torch.float8_e4m3fn else 0x0008
-        return (Int32(_both(signed[0] | eight)), Int32(_both(signed[1] | eight << 4 * fourth))) * 2
     # Byte 0 of a zero point in every byte, or in the lower one of each half.
     selector = 0x0000 if dtype == torch.float8_e4m3fn else 0x1010
     first, second = (_prmt(zero, 0, selector) for zero in zeros)

@@ -35,7 +35,7 @@ from fusedops.cutlass.accumulators import WGMMA_ROWS
 from fusedops.cutlass.arguments import chain_tensors, fake_tensor
 from fusedops.cutlass.decode_loads import DecodeLoads
 from fusedops.cutlass.math import CUTE_DTYPES, STORAGE_DTYPES
-from fusedops.cutlass.mixed_convert import code_scales, zero_constants
+from fusedops.cutlass.mixed_convert import code_scales, eights, zero_constants
 from fusedops.cutlass.mixed_exchange import Exchange
 from fusedops.cutlass.mixed_multiply import StageProducts, a_registers
 from fusedops.cutlass.mixed_operands import WeightOperands
@@ -274,6 +274,8 @@ class MixedGemm:
                 emission = self._emission(tensors)
                 loaded = emission.load(coordinates)
                 scales, zeros = self.operands.whole_rows(quantization, tile_row + row, n_size)
+                if const_expr(zeros is None and cfg.multiplies_zeros):
+                    zeros = eights(n_size)
                 constants = zero_constants(zeros, self.dtype, cfg.multiplies_zeros)
                 acc.fill(0.0)
                 base = step * k_count

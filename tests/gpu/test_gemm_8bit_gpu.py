@@ -7,7 +7,8 @@ from typing import Any
 import gemm_oracle
 import pytest
 import torch
-from gemm_cases import CHAINS, QUANTIZING, Case, make_case
+from differences import differences
+from gemm_cases import CHAINS, QUANTIZING, Case, make_case, to_e4m3
 from torch import Tensor
 
 import fusedops
@@ -98,7 +99,8 @@ def launch(case: Case, tile: Tile) -> list[Tensor]:
         kernel(as_bytes(case.x), as_bytes(case.w), main, read, extra)
         attempts.append(results)
     for first, second in zip(*attempts, strict=True):
-        assert torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+        same = torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+        assert same, f"two launches: {differences(first, second)}"
     return attempts[0]
 
 
@@ -180,7 +182,7 @@ def random_case(m: int, n: int, k: int, dtype: torch.dtype) -> Case:
         shape = like.shape
         if dtype == INT8:
             return torch.randint(-127, 128, shape, device="cuda", generator=generator).to(INT8)
-        return torch.randn(shape, device="cuda", generator=generator).mul(100).to(E4M3)
+        return to_e4m3(torch.randn(shape, device="cuda", generator=generator) * 100)
 
     case.x, case.w = draw(case.x), draw(case.w)
     return case
@@ -216,10 +218,11 @@ def test_random_inputs_are_within_the_bound(m: int, k: int, dtype: torch.dtype) 
     context = case.spec.context([tensor.double() for tensor in host], m)
     bound = case.spec.epilogue.error_bound(accumulator, own, context)
     error = (result - exact).abs()
-    assert (error <= bound).all(), f"{(error / bound).max():.2f} of the bound"
+    assert (error <= bound).all(), differences(result, exact, bound)
     if dtype == E4M3:
         # What the bound leaves open for random signs: a part of K gone astray.
-        assert error.square().mean().sqrt() <= exact.square().mean().sqrt() * 2.0**-6
+        share = error.square().mean().sqrt() / exact.square().mean().sqrt()
+        assert share <= 2.0**-6, f"{share:g} of the results"
 
 
 @pytest.mark.parametrize("name", ["r64k128", "r64k128s2", "c128x128m2", "c128x128k4"])
@@ -337,4 +340,4 @@ def test_batch_invariant_rows_do_not_depend_on_the_rows_beside_them(
                 batch_invariant=True,
             )
     for m, y in results.items():
-        assert torch.equal(y, results[700][:m]), f"M={m}"
+        assert torch.equal(y, results[700][:m]), f"M={m}: {differences(y, results[700][:m])}"

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from gemm_cases import Case
+from differences import differences
+from gemm_cases import Case, to_e4m3
 from torch import Tensor
 
 import fusedops
@@ -69,7 +70,7 @@ def make(
     form = BlockFp8(n, k, rows)
     spec = GemmSpec(form, epilogue, epilogue.result_dtype(out_dtype))
     factor = 1 if integers else 100
-    x, w = (draw(count, k).mul(factor).to(E4M3) for count in (m, n))
+    x, w = (to_e4m3(draw(count, k) * factor) for count in (m, n))
     x_scale = group_scale_empty((m,), k, torch.float32, x.device)
     x_scale.copy_(scales(*x_scale.shape))
     operands: list[Tensor | None] = [x_scale, scales(form.row_blocks, form.k_blocks)]
@@ -122,7 +123,8 @@ def launch(case: Case, tile: Tile) -> Tensor:
         read = operands_read(case.spec, case.operands, m)
         kernel(as_bytes(case.x), as_bytes(case.w), written(result, m), read, ())
         attempts.append(result)
-    assert torch.equal(*(attempt.view(torch.uint8) for attempt in attempts))
+    same = torch.equal(*(attempt.view(torch.uint8) for attempt in attempts))
+    assert same, f"two launches: {differences(*attempts)}"
     return attempts[0]
 
 
@@ -168,9 +170,11 @@ def test_random_inputs_are_within_the_bound(m: int, k: int) -> None:
     x, w = dequantized(case)
     magnitude = x.abs() @ w.abs().t()
     bound = magnitude * (k // BLOCK + 4) * 2.0**-24 + cut_off(x, w)
-    error = (run(case)[0].double() - x @ w.t()).abs()
-    assert (error <= bound).all(), f"{(error / bound).max():.2f} of the bound"
-    assert error.square().mean().sqrt() <= (x @ w.t()).square().mean().sqrt() * 2.0**-8
+    result, wanted = run(case)[0].double(), x @ w.t()
+    error = (result - wanted).abs()
+    assert (error <= bound).all(), differences(result, wanted, bound)
+    share = error.square().mean().sqrt() / wanted.square().mean().sqrt()
+    assert share <= 2.0**-8, f"{share:g} of the results"
 
 
 def cut_off(x: Tensor, w: Tensor) -> Tensor:
@@ -264,7 +268,8 @@ def test_captured_replays_equal_eager_with_changed_inputs(m: int) -> None:
             for operand, given in zip(case.operands, other.operands, strict=True):
                 operand.copy_(given)  # type: ignore[union-attr, arg-type]
             graph.replay()
-            assert torch.equal(captured, op(case.x, case.w, case.operands, case.text)[0])
+            eager = op(case.x, case.w, case.operands, case.text)[0]
+            assert torch.equal(captured, eager), differences(captured, eager)
 
 
 def test_batch_invariant_rows_do_not_depend_on_the_rows_beside_them() -> None:
@@ -284,4 +289,4 @@ def test_batch_invariant_rows_do_not_depend_on_the_rows_beside_them() -> None:
                 batch_invariant=True,
             )
     for m, y in results.items():
-        assert torch.equal(y, results[700][:m]), f"M={m}"
+        assert torch.equal(y, results[700][:m]), f"M={m}: {differences(y, results[700][:m])}"

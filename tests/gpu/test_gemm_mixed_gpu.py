@@ -12,6 +12,7 @@ from itertools import pairwise
 import gemm_oracle
 import pytest
 import torch
+from differences import differences
 from gemm_cases import CHAINS, QUANTIZING, Case, make_case
 from narrow_weights import fastest_config, mixed_configs
 from torch import Tensor
@@ -132,7 +133,8 @@ def launch(
         kernel(given.packed, given.quantization, x, main, tensors, spec.n, clusters)
         attempts.append(results)
     for first, second in zip(*attempts, strict=True):
-        assert torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+        same = torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+        assert same, f"two launches of {config}: {differences(first, second)}"
     return attempts[0]
 
 
@@ -145,6 +147,12 @@ def exact(case: Case, given: Narrow) -> Tensor:
     return result.to(case.spec.out_dtype)
 
 
+def require_exact(config: MixedConfig, given: Narrow, case: Case, sm_count: int = SM_COUNT) -> None:
+    """The result of a chain of sums on whole numbers has the right bits."""
+    result, wanted = launch(config, given, case, sm_count)[0], exact(case, given)
+    assert torch.equal(result, wanted), f"{config}: {differences(result, wanted)}"
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("weight", FORMATS, ids=str)
 def test_every_format_is_exact(weight: NarrowWeight, dtype: torch.dtype) -> None:
@@ -152,7 +160,7 @@ def test_every_format_is_exact(weight: NarrowWeight, dtype: torch.dtype) -> None
     for m in (1, 16, 33):
         config = fastest_config(weight, m, N, K, SM_COUNT)
         case = case_of("bias|residual", m, given, dtype)
-        assert torch.equal(launch(config, given, case)[0], exact(case, given)), f"M={m}"
+        require_exact(config, given, case)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
@@ -162,7 +170,7 @@ def test_products_of_zero_points_are_exact(weight: NarrowWeight, dtype: torch.dt
     case = case_of("bias|residual", 16, given, dtype)
     for split in (1, 4):
         config = mixed_config(weight, 16, 112, 128, split, zero_products=True)
-        assert torch.equal(launch(config, given, case)[0], exact(case, given)), f"split={split}"
+        require_exact(config, given, case)
 
 
 @pytest.mark.parametrize("weight", BESIDE_E4M3, ids=str)
@@ -172,7 +180,7 @@ def test_int4_beside_e4m3_activations_is_exact(weight: NarrowWeight) -> None:
     for m in (1, 16, 33, 128):
         config = fastest_config(weight, m, N, 1104, SM_COUNT)
         case = case_of("bias|residual", m, given, E4M3)
-        assert torch.equal(launch(config, given, case)[0], exact(case, given)), f"M={m}"
+        require_exact(config, given, case)
 
 
 @pytest.mark.parametrize("group", [0, 128])
@@ -185,14 +193,15 @@ def test_int4_beside_e4m3_activations_keeps_its_accuracy(group: int) -> None:
     result = launch(fastest_config(weight, 16, 512, 4096, SM_COUNT), given, case)[0].double()
     wanted = case.x.double() @ given.values.t()
     scale = (case.x.double().abs() @ given.values.abs().t()).clamp(min=1e-6)
-    assert ((result - wanted).abs() <= 2.0**-8 * wanted.abs() + 2.0**-11 * scale).all()
+    bound = 2.0**-8 * wanted.abs() + 2.0**-11 * scale
+    assert ((result - wanted).abs() <= bound).all(), differences(result, wanted, bound)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_every_tiling_is_exact(config: MixedConfig) -> None:
     given = narrow(config.weight, N, K)
     case = case_of("bias|residual", config.m_pad - 3, given, BF16)
-    assert torch.equal(launch(config, given, case)[0], exact(case, given))
+    require_exact(config, given, case)
 
 
 @pytest.mark.parametrize("first", range(1, 129, 16))
@@ -201,7 +210,7 @@ def test_every_m_is_exact(first: int) -> None:
     for m in range(first, first + 16):
         config = fastest_config(INT4, m, 272, 328, SM_COUNT)
         case = case_of("bias|residual", m, given, BF16)
-        assert torch.equal(launch(config, given, case)[0], exact(case, given)), f"M={m}"
+        require_exact(config, given, case)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
@@ -241,7 +250,7 @@ def test_odd_sizes_are_exact(n: int, k: int, weight: NarrowWeight, split: int) -
     given = narrow(weight, n, k)
     case = case_of("bias|residual", 13, given, BF16)
     config = mixed_config(weight, 13, 48, 128, split)
-    assert torch.equal(launch(config, given, case)[0], exact(case, given))
+    require_exact(config, given, case)
 
 
 @pytest.mark.parametrize("config", EPILOGUE_CONFIGS, ids=str)
@@ -292,8 +301,9 @@ def test_random_weights_are_within_the_bound(weight: NarrowWeight) -> None:
         own = (x.abs() @ w.abs().t()) * 8 * 1024**0.5 * FLOAT32_ROUNDOFF
         context = case.spec.context([t.cpu().double() for t in case.operands if t is not None], m)
         bound = case.spec.epilogue.error_bound(accumulator, own, context)
-        error = (result.cpu().double() - torch.from_numpy(wanted)).abs()
-        assert (error <= bound).all(), f"M={m}: {(error / bound).max():.2f} of the bound"
+        expected = torch.from_numpy(wanted)
+        error = (result.cpu().double() - expected).abs()
+        assert (error <= bound).all(), f"{config}: {differences(result, expected, bound)}"
 
 
 @pytest.mark.parametrize(
@@ -305,8 +315,7 @@ def test_real_shapes_are_exact(m: int, n: int, k: int) -> None:
     given = narrow(INT4, n, k)
     case = case_of("residual", m, given, BF16)
     config = fastest_config(INT4, m, n, k, sm_count)
-    result = launch(config, given, case, sm_count)[0]
-    assert torch.equal(result, exact(case, given))
+    require_exact(config, given, case, sm_count)
 
 
 @pytest.mark.parametrize("split", [1, 2, 4])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from differences import differences
 from torch import Tensor
 
 import fusedops
@@ -62,7 +63,9 @@ def test_products_equal_the_reference(
         x = normal(m, 264).to(dtype)
         got = product(x, packed, "cutlass").double()
         wanted = product(x, rows, "reference", out_dtype=torch.float32).double()
-        assert ((got - wanted).abs() <= 2.0**-8 * wanted.abs() + 1e-4).all(), f"M={m}"
+        bound = 2.0**-8 * wanted.abs() + 1e-4
+        message = f"M={m}: {differences(got, wanted, bound)}"
+        assert ((got - wanted).abs() <= bound).all(), message
 
 
 @pytest.mark.parametrize("options", [{}, {"group": 64, "zero_points": True}], ids=str)
@@ -73,8 +76,8 @@ def test_products_beside_e4m3_activations_equal_the_reference(options: dict[str,
     weight = rows.dequantize().double()
     wanted = x.double() @ weight.t()
     # The tensor cores keep 14 bits of sums of e4m3 products.
-    scale = x.double().abs() @ weight.abs().t()
-    assert ((got - wanted).abs() <= 2.0**-11 * scale).all()
+    bound = 2.0**-11 * (x.double().abs() @ weight.abs().t())
+    assert ((got - wanted).abs() <= bound).all(), differences(got, wanted, bound)
 
 
 def test_rows_do_not_depend_on_the_rows_beside_them() -> None:
@@ -109,7 +112,8 @@ def test_a_layer_moved_to_the_gpu_is_laid_out_for_the_kernel(name: str) -> None:
     with fusedops.use_provider("cutlass", strict=False) as usage:
         got = layer(x, norm=norm.cuda()).double().cpu()
     assert usage.count("gemm", "cutlass") == 1
-    assert ((got - wanted).abs() <= 2.0**-6 * (1 + wanted.abs())).all()
+    bound = 2.0**-6 * (1 + wanted.abs())
+    assert ((got - wanted).abs() <= bound).all(), differences(got, wanted, bound)
     layer.cpu()
     assert layer.format.layout == "rows"
 

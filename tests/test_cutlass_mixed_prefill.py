@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from sass_products import touched_in_flight
 from test_cutlass_compile import extract_cubin, needs_dsl, nvdisasm
 from test_cutlass_mixed_provider import FORMATS, mixed_problem
 
@@ -58,6 +59,7 @@ def sass_of(
     assert len(products) == steps * (1 + config.multiplies_zeros)
     assert all(n == str(config.tile_m) and a.startswith("R") for n, a in products)
     assert not re.search(r"\b(LDL|STL)\b", sass), "the kernel spills to local memory"
+    assert touched_in_flight(sass) == []
     return sass
 
 

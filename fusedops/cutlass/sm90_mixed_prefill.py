@@ -41,7 +41,7 @@ from fusedops.config.mixed_prefill import (
 )
 from fusedops.cutlass.bulk_operand import BulkLoads, result_operand
 from fusedops.cutlass.math import CUTE_DTYPES, STORAGE_DTYPES
-from fusedops.cutlass.mixed_convert import code_scales, zero_constants
+from fusedops.cutlass.mixed_convert import code_scales, eights, zero_constants
 from fusedops.cutlass.mixed_multiply import a_registers
 from fusedops.cutlass.mixed_operands import WeightOperands
 from fusedops.cutlass.mixed_prefill_epilogue import MixedPrefillEpilogue, WarpgroupPlace
@@ -350,6 +350,8 @@ class MixedPrefillGemm:
             if const_expr(not cfg.groups):
                 units = code_scales(self.dtype, cfg.multiplies_zeros)
                 scales = [scale * unit for scale, unit in zip(scales, units, strict=True)]
+            if const_expr(zeros is None and cfg.multiplies_zeros):
+                zeros = eights(sizes[1])
             constants = zero_constants(zeros, self.dtype, cfg.multiplies_zeros)
             self.products.run(
                 self.ring,

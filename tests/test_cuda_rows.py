@@ -175,7 +175,8 @@ def test_few_rows_get_more_threads_and_many_rows_more_bytes_a_thread() -> None:
         return row_layout(rows, columns, 8, H200, element_bytes=2, joins=True)
 
     assert norm(16, 4096) == RowLayout(512, 512, 1, is_early=True)
-    assert norm(64, 4096) == RowLayout(512, 512, 1)
+    assert norm(64, 4096) == RowLayout(512, 512, 1, is_early=True)
+    assert norm(65, 4096) == RowLayout(512, 512, 1)
     assert norm(16384, 4096) == RowLayout(128, 128, 4)
     assert norm(524288, 128) == RowLayout(128, 16, 1)
     assert norm(16384, 1024) == RowLayout(128, 32, 4)
@@ -210,7 +211,7 @@ def test_many_plain_rows_get_more_threads_than_those_with_several_passes() -> No
 
 
 def test_the_next_kernel_starts_early_behind_few_rows() -> None:
-    for rows, flag in ((1, "true"), (48, "true"), (49, "false"), (16384, "false")):
+    for rows, flag in ((1, "true"), (64, "true"), (65, "false"), (16384, "false")):
         for plan in (
             norm_plan(view(rows, 4096)),
             norm_plan(view(rows, 4096), dtype="int8", granularity="block128"),

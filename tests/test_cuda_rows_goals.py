@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,14 +11,24 @@ from test_cuda_goals import failures, reference_run, time_of, timed
 
 from fusedops.bench import chain
 from fusedops.bench.goal_run import GoalRun
-from fusedops.bench.goals import cuda_act, cuda_norm, cuda_norm_small, cuda_visible, load_all
+from fusedops.bench.goals import (
+    cuda_act,
+    cuda_lookup,
+    cuda_norm,
+    cuda_norm_small,
+    cuda_visible,
+    load_all,
+)
 from fusedops.bench.goals.cuda_quantized import per_group, per_token, quantized_error
 from fusedops.bench.goals.cuda_rows import MINE
 from fusedops.bench.measurement import Bound, Failed, Measurement, Outcome, summarize
 from fusedops.bench.roofline import PUBLISHED_CEILINGS
 from fusedops.epilogue.activations import ACTIVATIONS
 from fusedops.ops.activation import act_and_mul
+from fusedops.ops.embedding import embedding
+from fusedops.ops.histogram import expert_histogram
 from fusedops.ops.quantize import quantize
+from fusedops.ops.rope_append import rope_append_paged_kv_
 
 IDS = ("rms_norm", "add_rms_norm", "rms_norm_fp8", "rms_norm_small", "act_quant")
 
@@ -108,7 +118,8 @@ def test_the_slowest_number_of_rows_counts(run: GoalRun, monkeypatch: pytest.Mon
 
 def test_every_norm_and_activation_has_rows_of_a_decode_step(run: GoalRun) -> None:
     norms = cuda_norm_small._beside(run)
-    names = ("fused_add_rms_norm", "layer_norm", *cuda_norm.QUANTIZED)
+    lookups = ("embedding", "rope_append")
+    names = ("fused_add_rms_norm", "layer_norm", *cuda_norm.QUANTIZED, *lookups)
     assert set(norms) == {
         *(f"{name} {rows}" for name in names for rows in (1, 16, 64)),
         *(f"visible {rows}" for rows in (1, 16, 64)),
@@ -116,6 +127,37 @@ def test_every_norm_and_activation_has_rows_of_a_decode_step(run: GoalRun) -> No
     activations = cuda_act._beside(run)
     names = (*ACTIVATIONS, "quantize")
     assert set(activations) == {f"{name} {rows}" for name in names for rows in (1, 16, 64)}
+
+
+def test_kernels_that_look_up_are_timed_beside_torchs(
+    run: GoalRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_lookup, "_VOCABULARY", 100)
+
+    def rows(tokens: int) -> tuple[dict[str, Outcome], ...]:
+        return (
+            cuda_lookup.embedding_outcomes(run, tokens, 256),
+            cuda_lookup.expert_outcomes(run, 60 * tokens, 7),
+            cuda_lookup.rope_append_outcomes(run, tokens, 512),
+        )
+
+    for found in rows(5):
+        assert timed(found) >= {MINE, "torch"}
+        assert not failures(found), failures(found)
+
+    def turned_twice(*args: Any) -> None:
+        rope_append_paged_kv_(*args)
+        rope_append_paged_kv_(*args)
+
+    broken: dict[str, Callable[..., Any]] = {
+        "embedding": lambda ids, table: embedding((ids + 1) % 100, table),
+        "expert_histogram": lambda x, count: expert_histogram((x + 1) % count, count),
+        "rope_append_paged_kv_": turned_twice,
+    }
+    for name, kernel in broken.items():
+        monkeypatch.setattr(cuda_lookup, name, kernel)
+    for found in rows(6):
+        assert set(failures(found)) == {MINE}
 
 
 @pytest.fixture

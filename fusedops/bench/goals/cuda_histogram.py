@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from fusedops.bench.contenders import Contender
 from fusedops.bench.data import Buffers
 from fusedops.bench.goal_run import GoalRun, Reading
 from fusedops.bench.goals import goal
+from fusedops.bench.goals.cuda_lookup import expert_outcomes
 from fusedops.bench.goals.cuda_rows import (
     COVERS,
     MINE,
@@ -28,9 +30,13 @@ from fusedops.ops.histogram import bincount
 
 __all__ = ["SKEWS", "histogram_outcomes", "skew_outcomes"]
 
-_COVERS = (*COVERS, "csrc/histogram.cu")
+_COVERS = (*COVERS, "csrc/histogram.cu", "csrc/experts.cu")
 _ELEMENTS = {torch.uint8: 1 << 28, torch.int32: 1 << 26, torch.int64: 1 << 25}
 """Elements by dtype: 268 MB each."""
+
+EXPERTS = 128
+EXPERT_IDS = (64 * 8, 4096 * 8)
+"""Ids of a decode step and of a prefill, eight a token."""
 
 _TWO_VALUES = 2
 _BANKS = 32
@@ -116,7 +122,7 @@ def histogram_outcomes(
 
 @goal("cuda.hist.int32", provider="cuda", covers=_COVERS)
 def int32(run: GoalRun) -> Reading:
-    """The slower of 256 and 4096 bins; the note holds both. 65,536 bins are a row beside them."""
+    """The slower of 256 and 4096 bins; the note holds both. Beside: 65,536 bins, and experts."""
     dtype = torch.int32
     found = {
         bins: reading(run, histogram_outcomes(run, dtype, bins, _ELEMENTS[dtype]))
@@ -124,10 +130,14 @@ def int32(run: GoalRun) -> Reading:
     }
     slower = max(found.values(), key=lambda each: each.value)
     note = ", ".join(f"{bins} bins {each.value:.1f} us" for bins, each in found.items())
-    most = {
+    beside: dict[str, Callable[[], dict[str, Outcome]]] = {
         "65536 bins": lambda: histogram_outcomes(run, dtype, 65536, _ELEMENTS[dtype]),
+        **{
+            f"experts of {ids} ids": partial(expert_outcomes, run, ids, EXPERTS)
+            for ids in EXPERT_IDS
+        },
     }
-    note = f"{note}; {rows_beside(most)}"
+    note = f"{note}; {rows_beside(beside)}"
     return Reading(slower.value, slower.low, slower.high, peer=slower.peer, note=note)
 
 

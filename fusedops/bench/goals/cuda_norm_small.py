@@ -1,7 +1,7 @@
 """RMSNorm of the few rows of a decode step, whose data lies in the L2.
 
-Beside it stand every other norm at the same sizes, and what small kernels cost between two products
-(``cuda_visible``), so this goal depends on the kernels of both.
+Beside it stand every other norm, embedding and RoPE with the append at the same sizes, and what
+small kernels cost between two products (``cuda_visible``), so this goal depends on all of them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from functools import partial
 
 from fusedops.bench.goal_run import GoalRun, Reading
 from fusedops.bench.goals import goal
+from fusedops.bench.goals.cuda_lookup import embedding_outcomes, rope_append_outcomes
 from fusedops.bench.goals.cuda_norm import (
     COLUMNS,
     NORM_COVERS,
@@ -35,7 +36,7 @@ BESIDE_ROWS = (1, 16, 64)
 
 
 def _beside(run: GoalRun) -> dict[str, Callable[[], dict[str, Outcome]]]:
-    """Every other norm at the sizes of a decode step, then small kernels between products."""
+    """Every other kernel of rows at a decode step's sizes, then small ones between products."""
     found: dict[str, Callable[[], dict[str, Outcome]]] = {}
     for rows in BESIDE_ROWS:
         norms: dict[str, Callable[..., dict[str, Outcome]]] = {
@@ -45,6 +46,8 @@ def _beside(run: GoalRun) -> dict[str, Callable[[], dict[str, Outcome]]]:
         }
         for name, outcomes in norms.items():
             found[f"{name} {rows}"] = partial(outcomes, run, rows, COLUMNS, hot=True)
+        found[f"embedding {rows}"] = partial(embedding_outcomes, run, rows, COLUMNS)
+        found[f"rope_append {rows}"] = partial(rope_append_outcomes, run, rows, COLUMNS)
     for rows in VISIBLE_ROWS:
         found[f"visible {rows}"] = partial(visible_outcomes, run, rows, COLUMNS)
     return found
@@ -54,7 +57,8 @@ def _beside(run: GoalRun) -> dict[str, Callable[[], dict[str, Outcome]]]:
     "cuda.rms_norm_small",
     provider="cuda",
     covers=(
-        *(*NORM_COVERS, "csrc/activation.cu", "csrc/quantize.cu", "csrc/rope_append.cu"),
+        *(*NORM_COVERS, "csrc/activation.cu", "csrc/quantize.cu"),
+        *("csrc/embedding.cu", "csrc/rope_append.cu"),
         *GEMM_COVERS,
     ),
 )

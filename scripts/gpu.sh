@@ -259,7 +259,7 @@ if asked sanitize; then
   # First without the tool, which would watch the compiler too.
   logged "$out/sanitize.log" "$python" scripts/sanitize.py || sanitize_state='wrong results, ' red=1
   for tool in memcheck racecheck initcheck; do
-    state=clean families=(gemm csrc)
+    state=clean families=(gemm quant csrc)
     # The inputs of csrc's cases are written by the driver alone, so that initcheck knows of them.
     [[ $tool == initcheck ]] && families=(csrc)
     # A kernel's parameters are asked for until the driver says that there are no more: that answer

@@ -3,11 +3,11 @@
 usage: PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 \\
            python scripts/sanitize.py [FAMILY ...]
 
-A family is one of the GEMMs (decode, norm_gemm, prefill, split) or a file of csrc by its name;
-``gemm`` and ``csrc`` stand for all of either kind. Without torch's caching allocator every tensor
-is an allocation of its own, so an access past its end is seen. GEMM problems claim a GPU of few
-multiprocessors: each CTA then has several tiles and its ring goes round. Results are compared with
-exact ones; exit status 1 if one differs.
+A family is one of the GEMMs (decode, norm_gemm, prefill, split), a scheme of quantized weights or a
+file of csrc by its name; ``gemm``, ``quant`` and ``csrc`` stand for all of a kind. Without torch's
+caching allocator every tensor is an allocation of its own, so an access past its end is seen. GEMM
+problems claim a GPU of few multiprocessors: each CTA then has several tiles and its ring goes
+round. Results are compared with exact ones; exit status 1 if one differs.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 
 import sanitize_cuda
+import sanitize_quant
 import torch
 from sanitize_cuda import Case
 from torch import Tensor
@@ -126,8 +127,12 @@ GEMMS: dict[str, Callable[[], Iterator[Case]]] = {
     "prefill": prefill,
     "split": split,
 }
-FAMILIES = {**GEMMS, **sanitize_cuda.FAMILIES}
-GROUPS = {"gemm": list(GEMMS), "csrc": list(sanitize_cuda.FAMILIES)}
+FAMILIES = {**GEMMS, **sanitize_quant.FAMILIES, **sanitize_cuda.FAMILIES}
+GROUPS = {
+    "gemm": list(GEMMS),
+    "quant": list(sanitize_quant.FAMILIES),
+    "csrc": list(sanitize_cuda.FAMILIES),
+}
 
 
 def families(asked: Sequence[str]) -> list[str]:

@@ -16,6 +16,7 @@ from fusedops.config import prefill_tiles
 from fusedops.jit.resources import csrc_dir
 from fusedops.providers.base import use_provider
 from fusedops.providers.cuda_copy import UNROLLS
+from fusedops.quant import SCHEMES
 
 LONGEST = 512
 """Elements that a dimension of a case has at most on the CPU, but for one more of odd sizes."""
@@ -70,10 +71,11 @@ def test_names_and_groups_choose_families(scripts: tuple[ModuleType, ModuleType]
     families = scripts[0].families
     gemms = ["decode", "norm_gemm", "prefill", "split"]
     assert families(["gemm"]) == gemms
-    assert families([]) == [*gemms, *scripts[1].FAMILIES]
+    assert families([]) == [*gemms, *SCHEMES, *scripts[1].FAMILIES]
+    assert families(["quant"]) == list(SCHEMES)
     assert families(["norm", "csrc"])[0] == "norm"
     assert len(families(["norm", "csrc"])) == len(scripts[1].FAMILIES)
-    with pytest.raises(ValueError, match="unknown nothing; accepted are gemm, csrc, decode"):
+    with pytest.raises(ValueError, match="unknown nothing; accepted are gemm, quant, csrc, decode"):
         families(["nothing"])
 
 
@@ -102,6 +104,19 @@ def test_sampled_rows_are_calls_that_the_operations_accept(cuda_cases: ModuleTyp
     cases = dict(cuda_cases.FAMILIES["sampling"]())
     assert [name for name, run in cases.items() if "top 50" not in name and not run()] == []
     assert len(list(cuda_cases.FAMILIES["copy"]())) == len(UNROLLS)
+
+
+def test_quantized_layers_are_compared_with_the_reference(
+    scripts: tuple[ModuleType, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = importlib.import_module("sanitize_quant")
+    monkeypatch.setattr(module, "DEVICE", "cpu")
+    monkeypatch.setattr(module, "PROVIDER", "reference")
+    monkeypatch.setattr(module, "ROWS", (1, 3))
+    for name in SCHEMES:
+        assert all(run() for _, run in module.FAMILIES[name]())
+    monkeypatch.setattr(module, "BOUND", -1.0)
+    assert not any(run() for _, run in module.FAMILIES["int4"]())
 
 
 def test_a_wrong_result_is_told(cuda_cases: ModuleType) -> None:

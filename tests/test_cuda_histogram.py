@@ -317,11 +317,15 @@ def test_65536_bins_stand_beside_what_counts(run: GoalRun, monkeypatch: pytest.M
     def outcomes(_run: GoalRun, _dtype: object, bins: int, _count: int) -> dict[str, Measurement]:
         return {MINE: summarize([float(bins)], mode="fake", launches=1, hot=False)}
 
+    def experts(_run: GoalRun, _ids: int, count: int) -> dict[str, Measurement]:
+        return outcomes(_run, None, count, 0)
+
     monkeypatch.setattr(goals, "histogram_outcomes", outcomes)
+    monkeypatch.setattr(goals, "expert_outcomes", experts)
     run.goal = load_goals()["cuda.hist.int32"]
     found = goals.int32(run)
     assert found.value == 4096
-    assert found.note.endswith("; 1 rows beside")
+    assert found.note.endswith("; 3 rows beside")
 
 
 def test_every_skew_stays_in_the_range_and_the_worst_counts(

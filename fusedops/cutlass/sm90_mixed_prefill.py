@@ -12,10 +12,10 @@ Where the scales go. Products of 64 x 128 x 128 (a group) take the tensor cores 
 warpgroups' 1024. In these each of the four schedulers has 2 x 229 instructions of its two warps to
 issue (int4 beside bfloat16), of them 2 x 64 multiply-adds of group sums: they fit, products stay
 exact, and a row's result is the one that it has among few rows. Multiplying the scale into the
-converted weights would take 2 x 32 in place of the 2 x 64 and leave registers for 64 x 256 sums (of
-240, sums of groups take 192 with 128 rows of x), but round every weight once more. By these counts
-it saves little: an SM takes in 40 bytes a cycle for tiles of 128 x 128, 36 for 128 x 256, and with
-bfloat16 weights 48. Groups of 32 take 2 x 481 instructions: there their issue is the bound.
+converted weights would take 2 x 32 and leave registers for 64 x 256 sums (of 240, sums of groups
+take 192 with 128 rows of x), but round every weight once more, and saves little: an SM takes in 40
+bytes a cycle for tiles of 128 x 128, 36 for 128 x 256, and with bfloat16 weights 48. Groups of 32
+take 2 x 481 instructions: there their issue is the bound.
 
 Sources: PTX ISA, "wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg", "griddepcontrol".
 """

@@ -17,11 +17,16 @@ __all__ = ["LayerNorm", "RMSNorm", "require_norm"]
 
 
 @lru_cache(maxsize=64)
-def _prologue(eps: float, weight_offset: float, round_before_weight: bool) -> str:
+def _text(eps: float, weight_offset: float, round_before_weight: bool) -> str:
     return str(RmsNormPrologue(eps, "llama" if round_before_weight else "gemma", weight_offset))
 
 
-# As ``gemm_arguments.spec_text``: torch.compile calls it while it traces and keeps the text.
+def _prologue(eps: float, weight_offset: float, round_before_weight: bool) -> str:
+    return _text(eps, weight_offset, round_before_weight)
+
+
+# As ``gemm_arguments.spec_text``: torch.compile calls it while it traces and keeps the text. It
+# would trace the cached function itself, and warn of that.
 _prologue._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -9,13 +9,12 @@ that one's epilogue runs beside the other's products, which then have the tensor
 themselves. CTAs of a cluster have neighbouring weight rows, and each loads a part of x for both.
 
 Where the scales go. Products of 64 x 128 x 128 (a group) take the tensor cores 512 cycles, both
-warpgroups' 1024. In these each of the four schedulers has 2 x 229 instructions of its two warps to
-issue (int4 beside bfloat16), of them 2 x 64 multiply-adds of group sums: they fit, products stay
-exact, and a row's result is the one that it has among few rows. Multiplying the scale into the
-converted weights would take 2 x 32 and leave registers for 64 x 256 sums (of 240, sums of groups
-take 192 with 128 rows of x), but round every weight once more, and saves little: an SM takes in 40
-bytes a cycle for tiles of 128 x 128, 36 for 128 x 256, and with bfloat16 weights 48. Groups of 32
-take 2 x 481 instructions: there their issue is the bound.
+warpgroups' 1024, in which each scheduler has 2 x 229 instructions of its two warps to issue (int4
+beside bfloat16), of them 2 x 64 multiply-adds of group sums: they fit, products stay exact, and a
+row's result is the one that it has among few rows. Multiplying the scale into the weights would
+take 2 x 32 and leave registers for 64 x 256 sums (of 240, sums of groups take 192 with 128 rows of
+x), but round every weight once more, and saves little: an SM takes in 40 bytes a cycle for tiles of
+128 x 128, 36 for 128 x 256, 48 with bfloat16 weights. Groups of 32 take 2 x 481: issue binds them.
 
 Sources: PTX ISA, "wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg", "griddepcontrol".
 """

@@ -60,8 +60,7 @@ __device__ __forceinline__ void count_row(Counters& counters, const Bins& bins,
                                           const typename Bins::Element* x, long long count) {
   using T = typename Bins::Element;
   constexpr int kBatch = kLoads<Counters, Bins>;
-  long long thread = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
-  asm volatile("" : "+l"(thread));  // else its parts are read again for every vector
+  const long long thread = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
   const long long threads = static_cast<long long>(gridDim.x) * blockDim.x;
   // A view may begin between two multiples of 16 bytes, and its end lies anywhere.
   const int behind = static_cast<int>(reinterpret_cast<unsigned long long>(x) % kVecBytes);
@@ -135,8 +134,6 @@ struct PrivateCounters {
 template <typename T>
 inline constexpr int kLoads<PrivateCounters, IndexBins<T>> = sizeof(T) == 1 ? 4 : 8;
 template <>
-inline constexpr int kLoads<PrivateCounters, ByteBins> = 4;
-template <>
 inline constexpr int kLoads<PrivateCounters, RangeBins<float>> = 8;
 
 // parts[blockIdx.x][bin]. A thread must not meet more than 65535 elements: the plan sees to it.
@@ -152,12 +149,8 @@ __global__ void __launch_bounds__(kPrivateThreads, 1)
     dynamic[i] = make_uint4(0, 0, 0, 0);
   const int lane = threadIdx.x % kWarp;
   const int warp = threadIdx.x / kWarp;
-  const int column = warp / 2 * 2 * kWarp + 2 * lane + warp % 2;
-  // A number in a register, to which a bin's row is one multiply-add: a pointer would take a second
-  // addition, and the compiler would compute it again for every vector.
-  unsigned begin = static_cast<unsigned>(__cvta_generic_to_shared(dynamic)) + column * 2;
-  asm volatile("" : "+r"(begin));
-  PrivateCounters own = {static_cast<unsigned short*>(__cvta_shared_to_generic(begin))};
+  unsigned short* counters = reinterpret_cast<unsigned short*>(dynamic);
+  PrivateCounters own = {counters + warp / 2 * 2 * kWarp + 2 * lane + warp % 2};
   __syncthreads();
   pdl_wait();
   if constexpr (kGather) {

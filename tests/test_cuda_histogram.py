@@ -42,7 +42,6 @@ needs_disassembler = pytest.mark.skipif(nvdisasm() is None, reason="nvdisasm is 
 
 STRUCTS = [
     *(f"fusedops::IndexBins<{word}>" for word in ("int", "long long", "unsigned char")),
-    "fusedops::ByteBins",
     *(f"fusedops::RangeBins<{word}>" for word in ("float", "__nv_bfloat16", "__half", "double")),
 ]
 
@@ -106,12 +105,6 @@ def test_bins_that_shared_memory_does_not_hold_are_swept_in_groups() -> None:
         assert first.shared_bytes == group * 4 <= most_shared_bytes(H200)
     few, _ = plan_bincount([view(1 << 16, dtype=torch.int32)], A100, 40_000).launches
     assert few.blocks == (8, 1)
-
-
-@pytest.mark.parametrize(("bins", "struct"), [(255, "IndexBins<unsigned char>"), (256, "ByteBins")])
-def test_bytes_that_all_have_a_bin_are_not_compared_with_the_last(bins: int, struct: str) -> None:
-    (first, _) = plan_bincount([view(1 << 20, dtype=torch.uint8)], H200, bins).launches
-    assert first.kernel.endswith(f"{struct}, false>")
 
 
 def test_any_order_of_the_elements_serves() -> None:

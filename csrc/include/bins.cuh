@@ -35,15 +35,6 @@ struct IndexBins {
   }
 };
 
-// A byte where each of the 256 has a bin.
-struct ByteBins {
-  using Element = unsigned char;
-  int bins;
-
-  __device__ explicit ByteBins(const BinSpec& spec) : bins(spec.bins) {}
-  __device__ __forceinline__ int bin(unsigned char value) const { return value; }
-};
-
 template <typename T>
 struct ComparedOf {
   using type = float;

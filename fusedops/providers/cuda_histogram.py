@@ -91,9 +91,7 @@ def plan_bincount(views: Sequence[View], gpu: Gpu, bins: int) -> CallPlan:
         UnsupportedError: more dimensions than the kernels walk.
     """
     (x,) = views
-    every = x.dtype == torch.uint8 and bins > 255
-    struct = "ByteBins" if every else f"IndexBins<{_INDICES[x.dtype]}>"
-    return _plan(x, gpu, f"fusedops::{struct}", bins, (0,) * 5)
+    return _plan(x, gpu, f"fusedops::IndexBins<{_INDICES[x.dtype]}>", bins, (0,) * 5)
 
 
 def plan_histogram(

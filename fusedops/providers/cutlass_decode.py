@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +11,7 @@ import fusedops.config.decode
 from fusedops.config import DecodeTile, choose_decode, m_bucket
 from fusedops.jit.dsl import DslProgram, dsl_kernel
 from fusedops.problem import GemmProblem
-from fusedops.providers.cutlass_kernel import Launch, kernel_program
+from fusedops.providers.cutlass_kernel import Launch, TileCandidate, kernel_program
 
 __all__ = ["DecodeCandidate", "decode_candidate", "decode_program"]
 
@@ -37,22 +36,8 @@ def decode_program(problem: GemmProblem, tile: DecodeTile) -> DslProgram:
     return kernel_program("sm90_decode", problem, config, fusedops.config.decode, arguments)
 
 
-@dataclass(frozen=True)
-class DecodeCandidate:
+class DecodeCandidate(TileCandidate[DecodeTile]):
     """A decode tiling for a problem."""
-
-    problem: GemmProblem
-    tile: DecodeTile
-
-    @property
-    def name(self) -> str:
-        """The tiling's name."""
-        return self.tile.name
-
-    @property
-    def predicted_us(self) -> float:
-        """Time by the analytic model."""
-        return self.tile.predicted_us(self.problem)
 
     @property
     def clusters(self) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from fusedops.jit.dsl import DslProgram
 from fusedops.jit.sources import python_sources
 from fusedops.problem import GemmProblem
 
-__all__ = ["Candidate", "Launch", "kernel_program"]
+__all__ = ["Candidate", "Launch", "TileCandidate", "kernel_program"]
 
 Launch = Callable[[Tensor, Tensor, Tensor, Sequence[Tensor], Sequence[Tensor]], None]
 """``launch(x, w, out, operands, extra outputs)``: x (M, K), w (N, K), out (M, N'); operands along
@@ -47,6 +48,40 @@ class Candidate(Protocol):
     def launcher(self) -> Launch:
         """The compiled kernel, ready to launch; M, N and K are not zero."""
         ...
+
+
+class Tile(Protocol):
+    """What every tiling tells of itself."""
+
+    @property
+    def name(self) -> str:
+        """Its name in ``cutlass_configs``."""
+        ...
+
+    def predicted_us(self, problem: GemmProblem) -> float:
+        """Time of a problem by the family's analytic model."""
+        ...
+
+
+TileT = TypeVar("TileT", bound=Tile)
+
+
+@dataclass(frozen=True)
+class TileCandidate(Generic[TileT]):
+    """A tiling for a problem: what candidates of every family have alike."""
+
+    problem: GemmProblem
+    tile: TileT
+
+    @property
+    def name(self) -> str:
+        """The tiling's name."""
+        return self.tile.name
+
+    @property
+    def predicted_us(self) -> float:
+        """Time by the analytic model."""
+        return self.tile.predicted_us(self.problem)
 
 
 def kernel_program(

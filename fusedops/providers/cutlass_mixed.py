@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from fusedops.jit.dsl import DslProgram, dsl_kernel
 from fusedops.jit.launch import device_arch
 from fusedops.problem import GemmProblem
 from fusedops.prologue import NO_PROLOGUE
-from fusedops.providers.cutlass_kernel import Launch
+from fusedops.providers.cutlass_kernel import Launch, TileCandidate
 from fusedops.weight import GroupedFormat, Int4, WeightFormat
 
 __all__ = ["MixedCandidate", "fitting_layout", "kernel_layout", "mixed_candidate", "mixed_refusal"]
@@ -62,22 +61,8 @@ def mixed_refusal(problem: GemmProblem) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class MixedCandidate:
+class MixedCandidate(TileCandidate[MixedTile]):
     """A tiling of the kernel with narrow weights for a problem."""
-
-    problem: GemmProblem
-    tile: MixedTile
-
-    @property
-    def name(self) -> str:
-        """The tiling's name."""
-        return self.tile.name
-
-    @property
-    def predicted_us(self) -> float:
-        """Time by the analytic model."""
-        return self.tile.predicted_us(self.problem)
 
     def describe(self) -> str:
         """What would run."""

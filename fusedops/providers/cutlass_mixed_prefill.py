@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 
 from torch import Tensor
@@ -12,7 +11,7 @@ from fusedops.config.mixed_prefill import MixedPrefillTile, choose_mixed_prefill
 from fusedops.cutlass.mixed_program import mixed_prefill_program
 from fusedops.jit.dsl import DslProgram, LoadedKernel, dsl_kernel
 from fusedops.problem import GemmProblem
-from fusedops.providers.cutlass_kernel import Launch
+from fusedops.providers.cutlass_kernel import Launch, TileCandidate
 from fusedops.providers.cutlass_rules import all_aligned
 
 __all__ = ["MixedPrefillCandidate", "mixed_prefill_candidate", "takes_bulk_stores"]
@@ -20,22 +19,8 @@ __all__ = ["MixedPrefillCandidate", "mixed_prefill_candidate", "takes_bulk_store
 _ALIGNED_BYTES = 16
 
 
-@dataclass(frozen=True)
-class MixedPrefillCandidate:
+class MixedPrefillCandidate(TileCandidate[MixedPrefillTile]):
     """A tiling of the kernel for a problem."""
-
-    problem: GemmProblem
-    tile: MixedPrefillTile
-
-    @property
-    def name(self) -> str:
-        """The tiling's name."""
-        return self.tile.name
-
-    @property
-    def predicted_us(self) -> float:
-        """Time by the analytic model."""
-        return self.tile.predicted_us(self.problem)
 
     def describe(self) -> str:
         """What would run."""

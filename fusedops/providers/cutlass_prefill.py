@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import compress
 from typing import Any
@@ -15,7 +14,7 @@ import fusedops.config.prefill
 from fusedops.config import PrefillTile, choose_prefill
 from fusedops.jit.dsl import DslProgram, LoadedKernel, dsl_kernel
 from fusedops.problem import GemmProblem, GemmSpec
-from fusedops.providers.cutlass_kernel import Launch, kernel_program
+from fusedops.providers.cutlass_kernel import Launch, TileCandidate, kernel_program
 from fusedops.providers.cutlass_rules import all_aligned, along_columns
 
 __all__ = ["PrefillCandidate", "prefill_candidate", "prefill_program"]
@@ -47,22 +46,8 @@ def prefill_program(problem: GemmProblem, tile: PrefillTile, aligned: bool) -> D
     return kernel_program("sm90_prefill", problem, text, fusedops.config.prefill, arguments)
 
 
-@dataclass(frozen=True)
-class PrefillCandidate:
+class PrefillCandidate(TileCandidate[PrefillTile]):
     """A prefill tiling for a problem."""
-
-    problem: GemmProblem
-    tile: PrefillTile
-
-    @property
-    def name(self) -> str:
-        """The tiling's name."""
-        return self.tile.name
-
-    @property
-    def predicted_us(self) -> float:
-        """Time by the analytic model."""
-        return self.tile.predicted_us(self.problem)
 
     @property
     def clusters(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ __all__ = [
     "autocast_dtype",
     "empty_parameter",
     "frozen",
+    "gate_and_up",
     "require_bias",
     "require_sizes",
     "require_weights",
@@ -47,6 +48,23 @@ def empty_parameter(
 ) -> nn.Parameter:
     """A frozen parameter without values yet."""
     return frozen(torch.empty(*shape, dtype=dtype, device=device))
+
+
+def gate_and_up(
+    tensors: Mapping[str, Tensor], halves: Sequence[str]
+) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
+    """Weights and biases of gate and up, from the tensors of the layers that hold them.
+
+    Args:
+        tensors: ``<layer>.weight`` and, where there is one, ``<layer>.bias``.
+        halves: (gate, up), or one layer with gate above up.
+    """
+    weights: Sequence[Tensor] = [tensors[f"{name}.weight"] for name in halves]
+    biases: Sequence[Tensor | None] = [tensors.get(f"{name}.bias") for name in halves]
+    if len(halves) == 1:
+        weights = weights[0].chunk(2)
+        biases = (None, None) if biases[0] is None else biases[0].chunk(2)
+    return weights, biases
 
 
 def require_sizes(op: str, dtype: torch.dtype | None, **sizes: int) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedops.check import require_one_dtype
+from fusedops.nn.base import gate_and_up
 from fusedops.nn.linear import FusedGatedMLP, FusedMLP
 from fusedops.packing import unpack_gate_up
 
@@ -124,13 +125,7 @@ class DropInGatedMLP(_KeepsNames, FusedGatedMLP):
         cls, tensors: Mapping[str, Tensor], halves: Sequence[str], down: str, act: str
     ) -> Self:
         """Pack ``<layer>.weight`` and ``<layer>.bias`` of the layers ``halves`` and ``down``."""
-
-        weights: Sequence[Tensor] = [tensors[f"{name}.weight"] for name in halves]
-        biases: Sequence[Tensor | None] = [tensors.get(f"{name}.bias") for name in halves]
-        if len(halves) == 1:
-            weights = weights[0].chunk(2)
-            biases = (None, None) if biases[0] is None else biases[0].chunk(2)
-        (gate, up), (gate_bias, up_bias) = weights, biases
+        (gate, up), (gate_bias, up_bias) = gate_and_up(tensors, halves)
         module = cls.from_weights(
             gate,
             up,

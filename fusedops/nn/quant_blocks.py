@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fusedops.check import require_integer
 from fusedops.errors import ShapeError
+from fusedops.nn.base import gate_and_up
 from fusedops.nn.norm import RMSNorm
 from fusedops.nn.quant_linear import QuantizedActivations, QuantLinear
 from fusedops.packing import pack_gate_up, padded_gate_rows
@@ -127,12 +128,7 @@ class QuantGatedMLP(nn.Module):
 
         Biases are ``<layer>.bias``. ``halves`` are (gate, up), or one layer with gate above up.
         """
-        weights: Sequence[Tensor] = [tensors[f"{name}.weight"] for name in halves]
-        biases: Sequence[Tensor | None] = [tensors.get(f"{name}.bias") for name in halves]
-        if len(halves) == 1:
-            weights = weights[0].chunk(2)
-            biases = (None, None) if biases[0] is None else biases[0].chunk(2)
-        (gate, up), (gate_bias, up_bias) = weights, biases
+        (gate, up), (gate_bias, up_bias) = gate_and_up(tensors, halves)
         block = cls.from_weights(
             gate,
             up,

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from fusedops.weight.fragments import (
+    PIECE_BYTES,
+    STRIP_ROWS,
     ActivationBits,
     CodeBits,
-    code_position,
     pack_codes,
     packed_shape,
     piece_columns,
@@ -20,6 +21,26 @@ from fusedops.weight.fragments import (
 def codes(n: int, k: int, bits: CodeBits, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 1 << bits, (n, k), dtype=torch.uint8, generator=generator)
+
+
+def code_position(n: int, k: int, bits: CodeBits, x_bits: ActivationBits = 16) -> tuple[int, int]:
+    """(strip, first bit in the strip's little-endian bytes) of the code of row n, column k."""
+    columns = piece_columns(bits)
+    half_row, row = divmod(n % STRIP_ROWS, 8)
+    if x_bits == 8:
+        word, column = divmod(k % columns, 16)
+        member, byte = divmod(column, 4)
+        unit = 8 * word + 2 * byte + half_row
+    else:
+        step, column = divmod(k % columns, 16)
+        half_k, column = divmod(column, 8)
+        member, odd = divmod(column, 2)
+        if bits == 4:
+            unit = 8 * step + half_row + 2 * half_k + 4 * odd
+        else:
+            unit = 8 * step + 4 * half_k + half_row + 2 * odd
+    first = ((k // columns) * PIECE_BYTES + (row * 4 + member) * 16) * 8
+    return n // STRIP_ROWS, first + unit * bits
 
 
 LAYOUTS: list[tuple[CodeBits, ActivationBits]] = [(4, 16), (8, 16), (4, 8)]

@@ -36,7 +36,6 @@ __all__ = [
     "STRIP_ROWS",
     "ActivationBits",
     "CodeBits",
-    "code_position",
     "pack_codes",
     "packed_shape",
     "piece_columns",
@@ -70,26 +69,6 @@ def packed_shape(n: int, k: int, bits: CodeBits) -> tuple[int, int, int]:
 def words(packed: Tensor) -> Tensor:
     """A packed weight as the kernel takes it: int64 (strips, words of a strip), the same memory."""
     return packed.view(torch.int64).flatten(1)
-
-
-def code_position(n: int, k: int, bits: CodeBits, x_bits: ActivationBits = 16) -> tuple[int, int]:
-    """(strip, first bit in the strip's little-endian bytes) of the code of row n, column k."""
-    columns = piece_columns(bits)
-    half_row, row = divmod(n % STRIP_ROWS, 8)
-    if x_bits == 8:
-        word, column = divmod(k % columns, 16)
-        member, byte = divmod(column, 4)
-        unit = 8 * word + 2 * byte + half_row
-    else:
-        step, column = divmod(k % columns, 16)
-        half_k, column = divmod(column, 8)
-        member, odd = divmod(column, 2)
-        if bits == 4:
-            unit = 8 * step + half_row + 2 * half_k + 4 * odd
-        else:
-            unit = 8 * step + 4 * half_k + half_row + 2 * odd
-    first = ((k // columns) * PIECE_BYTES + (row * 4 + member) * 16) * 8
-    return n // STRIP_ROWS, first + unit * bits
 
 
 # Axes of a padded weight's parts in the order in which their codes are stored. Parts beside 16-bit

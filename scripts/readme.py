@@ -183,6 +183,12 @@ def significant(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
+def _ends(entry: Report) -> str:
+    """The interval of a figure; a dash where there is none."""
+    ends = (entry["low"], entry["high"])
+    return "-" if None in ends else "-".join(map(significant, ends))
+
+
 def goals() -> str:
     """Every goal that was measured, those missed included."""
     specs = json.loads((ROOT / "fusedops/bench/goals.json").read_text())["goals"]
@@ -197,7 +203,7 @@ def goals() -> str:
                 f"{spec['op']} {significant(spec['goal'])} {spec['unit']}",
                 significant(spec["floor"]),
                 significant(entry["value"]),
-                f"{significant(entry['low'])}-{significant(entry['high'])}",
+                _ends(entry),
                 entry["peer"] or "-",
                 yes(entry["ok"]),
                 entry["provider"],
